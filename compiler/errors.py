@@ -1,0 +1,67 @@
+"""Every mistake a user can make has one class here; its text says what, where, why, and what to do next."""
+
+from __future__ import annotations
+
+
+class MoecError(Exception):
+    """Base of all errors that moec raises on purpose.
+
+    what: the finding in one sentence. where: module path, file and line, or plan field. why: the cause.
+    hint: what to do next.
+    """
+
+    def __init__(self, what: str, *, where: str = "", why: str = "", hint: str = "") -> None:
+        self.what, self.where, self.why, self.hint = what, where, why, hint
+        lines = [what]
+        lines += [f"  where: {where}"] if where else []
+        lines += [f"  why:   {why}"] if why else []
+        lines += [f"  do:    {hint}"] if hint else []
+        super().__init__("\n".join(lines))
+
+
+class PlanError(MoecError):
+    """An unknown, contradictory or impossible field of a plan."""
+
+
+class PresetError(MoecError):
+    """An unknown preset, or one whose data file is wrong."""
+
+
+class CaptureError(MoecError):
+    """The model could not be traced into one graph."""
+
+
+class UnsupportedOpError(MoecError):
+    """An op for which a table (cost, rewrite, emission) has no rule."""
+
+
+class UnsupportedModelError(MoecError):
+    """A model, or a way of running it (packing, a mask), that moec refuses by name."""
+
+
+class PassError(MoecError):
+    """A pass broke its contract or its stage's spec."""
+
+
+class BatchError(MoecError):
+    """A batch whose shape, dtype or values do not fit the compiled step."""
+
+
+class NonFiniteError(MoecError):
+    """NaN or infinity in the loss or in the gradients."""
+
+
+class ArtifactError(MoecError):
+    """An emitted folder that is incomplete, edited beyond what its fingerprint allows, or stale."""
+
+
+class CheckpointError(MoecError):
+    """A checkpoint that is missing, incomplete, or belongs to another model or plan."""
+
+
+class DataError(MoecError):
+    """Training data that is missing, empty or not text."""
+
+
+class VerificationError(MoecError):
+    """Compiled and eager numbers differ by more than the stated bound."""

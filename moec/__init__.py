@@ -1,0 +1,1 @@
+"""moec: a compiler for sparse-MoE training steps."""
