@@ -1,0 +1,204 @@
+"""The plan: everything about a training step that is a decision and not a property of the model.
+
+A plan is typed, validated when it is made, immutable, and the same as its YAML text. Fields exist only if they work.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import yaml
+
+from moec.compiler.errors import PlanError
+
+
+@dataclass(frozen=True)
+class OptimizerPlan:
+    """AdamW and its schedule.
+
+    lr: peak learning rate. clip_norm: bound of the global gradient norm, 0 for none. schedule: how lr moves after
+    `warmup_steps` of linear rise; "cosine" ends at lr * min_lr_ratio at the last step of the run.
+    """
+
+    lr: float = 3e-4
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0
+    schedule: Literal["cosine", "constant"] = "cosine"
+    warmup_steps: int = 0
+    min_lr_ratio: float = 0.1
+
+    def __post_init__(self) -> None:
+        _require(self.lr >= 0, "optimizer.lr", f"is {self.lr}", "a learning rate is at least 0")
+        for beta in self.betas:
+            _require(0 <= beta < 1, "optimizer.betas", f"holds {beta}", "each beta lies in [0, 1)")
+        _require(self.eps > 0, "optimizer.eps", f"is {self.eps}", "eps is above 0")
+        _require(self.weight_decay >= 0, "optimizer.weight_decay", f"is {self.weight_decay}", "it is at least 0")
+        _require(self.clip_norm >= 0, "optimizer.clip_norm", f"is {self.clip_norm}", "it is at least 0; 0 turns it off")
+        _require(self.warmup_steps >= 0, "optimizer.warmup_steps", f"is {self.warmup_steps}", "it is at least 0")
+        _require(0 <= self.min_lr_ratio <= 1, "optimizer.min_lr_ratio", f"is {self.min_lr_ratio}", "it is 0 to 1")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to run one training step.
+
+    batch: rows per microbatch (B). length: tokens per row (T). accumulation: microbatches per step (A).
+    dtype: dtype of the model's matrices; None takes the model as it is.
+    packing: rows may hold several documents, told apart by `document_ids`.
+    dynamic: "length" compiles one step for every length from `min_length` to `length`; None for exactly `length`.
+    recompute: module path patterns ("layers.*.mlp", "*") whose activations are computed again in backward.
+    loss_chunk: rows of logits that exist at a time in the loss.
+    disable: names of passes to leave out.
+    check: verify the stage's spec after every pass.
+    """
+
+    batch: int = 1
+    length: int = 512
+    accumulation: int = 1
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] | None = None
+    packing: bool = True
+    dynamic: Literal["length"] | None = None
+    min_length: int = 2
+    recompute: tuple[str, ...] = ()
+    loss_chunk: int = 4096
+    optimizer: OptimizerPlan = field(default_factory=OptimizerPlan)
+    disable: tuple[str, ...] = ()
+    check: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "length", "accumulation", "loss_chunk", "min_length"):
+            value = getattr(self, name)
+            _require(value >= 1, name, f"is {value}", "it is at least 1")
+        if self.dynamic == "length":
+            _require(
+                2 <= self.min_length < self.length,
+                "min_length",
+                f"is {self.min_length}, length is {self.length}",
+                "dynamic lengths need 2 <= min_length < length (length 1 cannot share a graph with longer ones)",
+            )
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """A plan from nested plain values; an unknown field or a wrong type raises PlanError naming the field."""
+        return _build(cls, values, "")
+
+    @classmethod
+    def from_yaml(cls, source: str | Path) -> Self:
+        """A plan from a YAML file (Path) or YAML text (str)."""
+        if isinstance(source, Path):
+            if not source.is_file():
+                raise PlanError(f"no plan file at {source}", hint="give the path of a YAML file with plan fields")
+            source = source.read_text()
+        try:
+            values = yaml.safe_load(source)
+        except yaml.YAMLError as error:
+            raise PlanError("the plan is not YAML", why=str(error)) from error
+        if values is None:
+            values = {}
+        if not isinstance(values, Mapping):
+            raise PlanError(f"a plan is a mapping of fields, not a {type(values).__name__}")
+        return cls.from_dict(values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Nested plain values, all fields, in declared order."""
+        return _plain(dataclasses.asdict(self))
+
+    def to_yaml(self) -> str:
+        """YAML text that `from_yaml` reads back to an equal plan."""
+        return yaml.safe_dump(self.to_dict(), sort_keys=False)
+
+    def override(self, settings: Sequence[str]) -> Self:
+        """A plan with "field=value" settings applied; dots reach nested fields, values are YAML ("optimizer.lr=1e-3")."""
+        values = self.to_dict()
+        for setting in settings:
+            name, separator, text = setting.partition("=")
+            if not separator:
+                raise PlanError(f"{setting!r} is not field=value", hint="for example --set optimizer.lr=1e-3")
+            *parents, leaf = name.strip().split(".")
+            target = values
+            for parent in parents:
+                target = target.setdefault(parent, {})
+                if not isinstance(target, dict):
+                    raise PlanError(f"plan field {name!r}: {parent!r} has no fields of its own", where=f"plan.{name}")
+            target[leaf] = _number(yaml.safe_load(text))
+        return type(self).from_dict(values)
+
+
+def _build(cls: type[Any], values: Mapping[str, Any], prefix: str) -> Any:
+    known = {item.name: item for item in dataclasses.fields(cls)}
+    hints = typing.get_type_hints(cls)
+    arguments = {}
+    for name, value in values.items():
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=3, cutoff=0.4)
+            raise PlanError(
+                f"unknown plan field {prefix}{name}",
+                where=f"plan.{prefix}{name}",
+                hint=f"did you mean {', '.join(near)}?" if near else f"known fields: {', '.join(known)}",
+            )
+        arguments[name] = _convert(hints[name], value, f"{prefix}{name}")
+    return cls(**arguments)
+
+
+def _convert(hint: Any, value: Any, name: str) -> Any:
+    origin, options = typing.get_origin(hint), typing.get_args(hint)
+    if dataclasses.is_dataclass(hint):
+        if isinstance(value, hint):
+            return value
+        if not isinstance(value, Mapping):
+            raise _type_error(name, value, "a mapping of fields")
+        return _build(typing.cast(type[Any], hint), value, f"{name}.")
+    if origin in (typing.Union, types.UnionType):
+        if value is None:
+            return None
+        return _convert(next(option for option in options if option is not type(None)), value, name)
+    if origin is Literal:
+        if value not in options:
+            raise _type_error(name, value, f"one of {', '.join(map(str, options))}")
+        return value
+    if origin is tuple:
+        if isinstance(value, str) or not isinstance(value, Sequence):
+            raise _type_error(name, value, "a list")
+        if options[-1] is not Ellipsis and len(options) != len(value):
+            raise _type_error(name, value, f"a list of {len(options)}")
+        return tuple(_convert(options[0], item, name) for item in value)
+    value = _number(value) if hint in (int, float) else value
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
+        raise _type_error(name, value, {int: "a whole number", float: "a number", bool: "true or false"}.get(hint, "text"))
+    return value
+
+
+def _number(value: Any) -> Any:
+    """YAML 1.1 reads 1e-3 as text; a plan means the number."""
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+
+
+def _type_error(name: str, value: Any, wanted: str) -> PlanError:
+    return PlanError(f"plan field {name} is {value!r}", where=f"plan.{name}", why=f"it must be {wanted}")
+
+
+def _require(condition: bool, name: str, found: str, rule: str) -> None:
+    if not condition:
+        raise PlanError(f"plan field {name} {found}", where=f"plan.{name}", why=rule)
