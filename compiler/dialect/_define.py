@@ -1,0 +1,130 @@
+"""One call that registers a dialect op: forward, fake, backward op with its own fake, autograd, and the table entry.
+
+Everything is wired by the names in the two schemas. With
+
+    forward   "(Tensor x, Tensor? bias, float eps) -> (Tensor y, Tensor lse)"
+    backward  "(Tensor grad_y, Tensor? grad_lse, Tensor x, Tensor lse) -> (Tensor grad_x, Tensor grad_bias)"
+
+the backward op receives the gradients of the forward's results (`grad_` + result name), any forward arguments and any
+forward results by name, and returns the gradients of the forward arguments it names. A result gradient declared
+`Tensor?` is None when nothing depends on that result; declared `Tensor` it is then zeros. The gradient of an optional
+argument that was None is an empty tensor, which autograd turns into None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moec.compiler.dialect.registry import Definition, define
+
+
+def define_op(
+    name: str,
+    schema: str,
+    forward: Callable[..., Any],
+    fake: Callable[..., Any],
+    *,
+    shapes: Mapping[str, str],
+    flops: str,
+    backward_schema: str = "",
+    backward: Callable[..., Any] | None = None,
+    backward_fake: Callable[..., Any] | None = None,
+    backward_flops: str = "0",
+    recompute: bool = True,
+    source: str = "",
+    summary: str = "",
+) -> Definition:
+    """Register `moec::name` (and `moec::name_backward` if `backward` is given) and put it into the table.
+
+    The four functions take the arguments of their schema in order; results must be fresh contiguous tensors.
+    """
+    operator = torch.library.custom_op(f"moec::{name}", forward, mutates_args=(), schema=schema)
+    operator.register_fake(fake)
+    overload = operator._opoverload
+    gradient = None
+    if backward is not None and backward_fake is not None:
+        gradient_operator = torch.library.custom_op(
+            f"moec::{name}_backward", backward, mutates_args=(), schema=backward_schema
+        )
+        gradient_operator.register_fake(backward_fake)
+        gradient = gradient_operator._opoverload
+        setup, run = _autograd(overload._schema, gradient)
+        operator.register_autograd(run, setup_context=setup)
+    return define(
+        Definition(
+            name=name,
+            op=overload,
+            shapes=shapes,
+            flops=flops,
+            backward=gradient,
+            backward_flops=backward_flops,
+            recompute=recompute,
+            source=source,
+            summary=summary,
+        )
+    )
+
+
+def math_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that the references compute in: float64 for float64, float32 for everything else."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _autograd(
+    schema: torch.FunctionSchema, gradient: torch._ops.OpOverload
+) -> tuple[Callable[..., None], Callable[..., Any]]:
+    """The `setup_context` and `backward` functions that connect a forward schema with its backward op."""
+    arguments = [argument.name for argument in schema.arguments]
+    results = [result.name for result in schema.returns]
+    wanted = [argument.name for argument in gradient._schema.arguments]
+    optional = {a.name for a in gradient._schema.arguments if isinstance(a.type, torch.OptionalType)}
+    returned = [result.name.removeprefix("grad_") for result in gradient._schema.returns]
+    unknown = set(returned) - set(arguments)
+    unknown |= set(wanted) - set(arguments) - set(results) - {f"grad_{result}" for result in results}
+    if unknown:
+        raise ValueError(f"{gradient}: {sorted(unknown)} name neither an argument nor a result of the forward op")
+
+    def setup(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
+        ctx.set_materialize_grads(False)
+        outputs = output if isinstance(output, tuple) else (output,)
+        values = dict(zip(results, outputs, strict=True)) | dict(zip(arguments, inputs, strict=True))
+        ctx.metas = {f"grad_{n}": (v.shape, v.dtype, v.device) for n, v in zip(results, outputs, strict=True)}
+        ctx.absent = {n for n in arguments if values[n] is None}
+        ctx.layout, tensors = {}, []
+        for name in (name for name in wanted if name in values):
+            value = values[name]
+            items = value if isinstance(value, list | tuple) else [value]
+            if items and all(isinstance(item, Tensor) for item in items):
+                ctx.layout[name] = (len(tensors), len(items), isinstance(value, Tensor))
+                tensors += items
+            else:
+                ctx.layout[name] = value
+        ctx.save_for_backward(*tensors)
+
+    def run(ctx: Any, *grads: Tensor | None) -> Any:
+        saved = ctx.saved_tensors
+        given = {f"grad_{name}": grad for name, grad in zip(results, grads, strict=True)}
+
+        def value_of(name: str) -> Any:
+            if name in given:
+                if given[name] is None and name not in optional:
+                    shape, dtype, device = ctx.metas[name]
+                    return torch.zeros(shape, dtype=dtype, device=device)
+                return given[name]
+            kept = ctx.layout[name]
+            if not isinstance(kept, tuple):
+                return kept
+            start, count, single = kept
+            return saved[start] if single else list(saved[start : start + count])
+
+        out = gradient(*(value_of(name) for name in wanted))
+        out = out if isinstance(out, tuple) else (out,)
+        by_name = dict(zip(returned, out, strict=True))
+        gradients = tuple(None if name in ctx.absent else by_name.get(name) for name in arguments)
+        return gradients if len(gradients) > 1 else gradients[0]
+
+    return setup, run
