@@ -17,9 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
-
 from moec.compiler.dialect.registry import Definition, define
+from torch import Tensor
+from torch._library.custom_ops import CustomOpDef
 
 
 def define_op(
@@ -42,16 +42,11 @@ def define_op(
 
     The four functions take the arguments of their schema in order; results must be fresh contiguous tensors.
     """
-    operator = torch.library.custom_op(f"moec::{name}", forward, mutates_args=(), schema=schema)
-    operator.register_fake(fake)
+    operator = _register(name, schema, forward, fake)
     overload = operator._opoverload
     gradient = None
     if backward is not None and backward_fake is not None:
-        gradient_operator = torch.library.custom_op(
-            f"moec::{name}_backward", backward, mutates_args=(), schema=backward_schema
-        )
-        gradient_operator.register_fake(backward_fake)
-        gradient = gradient_operator._opoverload
+        gradient = _register(f"{name}_backward", backward_schema, backward, backward_fake)._opoverload
         setup, run = _autograd(overload._schema, gradient)
         operator.register_autograd(run, setup_context=setup)
     return define(
@@ -72,6 +67,18 @@ def define_op(
 def math_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype that the references compute in: float64 for float64, float32 for everything else."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _register(name: str, schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> CustomOpDef:
+    arguments = torch._C.parse_schema(f"moec::{name}{schema}").arguments
+
+    def complete(function: Callable[..., Any]) -> Callable[..., Any]:
+        # The dispatcher drops trailing arguments that equal their defaults; the functions need not repeat those.
+        return lambda *args: function(*args, *(argument.default_value for argument in arguments[len(args) :]))
+
+    operator = torch.library.custom_op(f"moec::{name}", complete(function), mutates_args=(), schema=schema)
+    operator.register_fake(complete(fake))
+    return operator
 
 
 def _autograd(
