@@ -1,0 +1,225 @@
+"""Tokens to experts and back: permute, grouped_linear, unpermute.
+
+A slot is one (token, choice) pair, numbered token*k + choice. `permute` sorts the slots by expert, stably, so that each
+expert's rows are contiguous and in token order; order[r] is the slot in row r and offsets[e] the end of expert e's rows.
+`grouped_linear` multiplies each expert's rows by its own matrix. `unpermute` is the weighted sum of a token's k rows.
+Any expert may have no rows. Rows past offsets[-1] (padding of an exchange) give zeros and get zero gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from moec.compiler.dialect._define import define_op, math_dtype
+
+
+def permute(x: Tensor, indices: Tensor, *, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Sort the tokens x [N,D] by chosen expert, indices int [N,k] in [0, experts).
+
+    Returns rows [N*k,D], order int64 [N*k], offsets int32 [experts] (inclusive cumulative counts).
+    Raises IndexError on CPU for an index out of range; on CUDA such a slot has no expert, and the row it sorts to is
+    outside every group or in a wrong one.
+    """
+    return torch.ops.moec.permute(x, indices, experts)
+
+
+def grouped_linear(
+    x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None = None, *, transposed: bool = False
+) -> Tensor:
+    """y[r] = weight[e] x[r] + bias[e] for the rows of each expert e: x [R,I], weight [E,O,I] -> y [R,O] in x's dtype.
+
+    offsets: int32 [E], end of each expert's rows. bias: [E,O]. transposed: weight is [E,I,O] and y[r] = x[r] weight[e].
+    """
+    return torch.ops.moec.grouped_linear(x, weight, offsets, bias, transposed)
+
+
+def unpermute(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
+    """y[n] = sum_j weights[n,j] * (row of slot n*k+j): rows [N*k,D], order int64 [N*k], weights [N,k] -> y [N,D].
+
+    Products and sum are in float32, in the order of the slots, rounded once to the dtype of rows.
+    """
+    return torch.ops.moec.unpermute(rows, order, weights)
+
+
+# permute
+
+
+def _permute(x: Tensor, indices: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    choices = indices.flatten()
+    if choices.device.type == "cpu" and choices.numel():
+        low, high = (int(end) for end in choices.aminmax())
+        if low < 0 or high >= experts:
+            raise IndexError(f"moec::permute: expert index {low if low < 0 else high} is outside [0, {experts})")
+    ordered, order = choices.sort(stable=True)
+    ends = torch.arange(experts, device=x.device, dtype=choices.dtype)
+    offsets = torch.searchsorted(ordered, ends, right=True, out_int32=True)
+    rows = x.index_select(0, order.div(indices.shape[1], rounding_mode="floor"))
+    return rows, order, offsets
+
+
+def _permute_backward(grad_rows: Tensor, indices: Tensor, order: Tensor) -> Tensor:
+    tokens, choices = indices.shape
+    total = grad_rows.new_zeros(tokens, grad_rows.shape[1], dtype=math_dtype(grad_rows.dtype))
+    for rows in _rows_by_choice(order, choices):
+        total += grad_rows.index_select(0, rows)
+    return total.to(grad_rows.dtype)
+
+
+def _permute_fake(x: Tensor, indices: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    slots = indices.shape[0] * indices.shape[1]
+    return (
+        x.new_empty(slots, x.shape[1]),
+        x.new_empty(slots, dtype=torch.int64),
+        x.new_empty(experts, dtype=torch.int32),
+    )
+
+
+def _permute_backward_fake(grad_rows: Tensor, indices: Tensor, order: Tensor) -> Tensor:
+    return grad_rows.new_empty(indices.shape[0], grad_rows.shape[1])
+
+
+# unpermute
+
+
+def _unpermute(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
+    tokens, choices = weights.shape
+    total = rows.new_zeros(tokens, rows.shape[1], dtype=math_dtype(rows.dtype))
+    scales = weights.to(total.dtype)
+    for choice, chosen in enumerate(_rows_by_choice(order, choices)):
+        total.addcmul_(rows.index_select(0, chosen), scales[:, choice : choice + 1])
+    return total.to(rows.dtype)
+
+
+def _unpermute_backward(grad_y: Tensor, rows: Tensor, order: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    dtype = math_dtype(rows.dtype)
+    token = order.div(weights.shape[1], rounding_mode="floor")
+    grads = grad_y.index_select(0, token).to(dtype)
+    grad_weights = torch.empty(weights.numel(), dtype=weights.dtype, device=weights.device)
+    grad_weights[order] = (grads * rows).sum(-1).to(weights.dtype)
+    grad_rows = grads.mul_(weights.flatten().index_select(0, order).to(dtype).unsqueeze(1)).to(rows.dtype)
+    return grad_rows, grad_weights.view(weights.shape)
+
+
+def _unpermute_fake(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
+    return rows.new_empty(weights.shape[0], rows.shape[1])
+
+
+def _unpermute_backward_fake(grad_y: Tensor, rows: Tensor, order: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    return rows.new_empty(rows.shape), weights.new_empty(weights.shape)
+
+
+def _rows_by_choice(order: Tensor, choices: int) -> Iterator[Tensor]:
+    """For each choice j the rows [N] that hold slot n*k + j."""
+    position = torch.empty_like(order)
+    position[order] = torch.arange(order.numel(), device=order.device)
+    return (position[choice::choices] for choice in range(choices))
+
+
+# grouped_linear
+
+
+def _grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+    matrices = weight if transposed else weight.transpose(1, 2)
+    y = x.new_empty(x.shape[0], matrices.shape[2])
+    x = x.contiguous()
+    end = 0
+    for expert, start, end in _groups(offsets):
+        if bias is None:
+            torch.mm(x[start:end], matrices[expert], out=y[start:end])
+        else:
+            torch.addmm(bias[expert], x[start:end], matrices[expert], out=y[start:end])
+    y[end:].zero_()
+    return y
+
+
+def _grouped_linear_backward(
+    grad_y: Tensor, x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, transposed: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad_y, x = grad_y.contiguous(), x.contiguous()
+    matrices = weight.transpose(1, 2) if transposed else weight
+    grad_x = torch.empty_like(x)
+    grad_weight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+    grad_bias = x.new_empty(0) if bias is None else torch.zeros(bias.shape, dtype=bias.dtype, device=bias.device)
+    last = end = 0
+    for expert, start, end in _groups(offsets):
+        rows, grads = x[start:end], grad_y[start:end]
+        torch.mm(grads, matrices[expert], out=grad_x[start:end])
+        left, right = (rows, grads) if transposed else (grads, rows)
+        torch.mm(left.t(), right, out=grad_weight[expert])
+        if bias is not None:
+            torch.sum(grads, 0, out=grad_bias[expert])
+        grad_weight[last:expert].zero_()
+        last = expert + 1
+    grad_weight[last:].zero_()
+    grad_x[end:].zero_()
+    return grad_x, grad_weight, grad_bias
+
+
+def _grouped_linear_fake(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[2] if transposed else weight.shape[1])
+
+
+def _grouped_linear_backward_fake(
+    grad_y: Tensor, x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, transposed: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad_bias = x.new_empty(0) if bias is None else bias.new_empty(bias.shape)
+    return x.new_empty(x.shape), weight.new_empty(weight.shape), grad_bias
+
+
+def _groups(offsets: Tensor) -> Iterator[tuple[int, int, int]]:
+    """(expert, first row, end row) of the experts that have rows."""
+    start = 0
+    for expert, end in enumerate(offsets.tolist()):
+        if end > start:
+            yield expert, start, end
+            start = end
+
+
+define_op(
+    "permute",
+    "(Tensor x, Tensor indices, int experts) -> (Tensor rows, Tensor order, Tensor offsets)",
+    _permute,
+    _permute_fake,
+    backward_schema="(Tensor grad_rows, Tensor indices, Tensor order) -> Tensor grad_x",
+    backward=_permute_backward,
+    backward_fake=_permute_backward_fake,
+    shapes={"x": "N D", "indices": "N K"},
+    flops="0",
+    backward_flops="N*K*D",
+    recompute=False,
+    summary="tokens sorted by expert",
+)
+
+define_op(
+    "grouped_linear",
+    "(Tensor x, Tensor weight, Tensor offsets, Tensor? bias, bool transposed) -> Tensor y",
+    _grouped_linear,
+    _grouped_linear_fake,
+    backward_schema="(Tensor grad_y, Tensor x, Tensor weight, Tensor offsets, Tensor? bias, bool transposed)"
+    " -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)",
+    backward=_grouped_linear_backward,
+    backward_fake=_grouped_linear_backward_fake,
+    # O and I are told apart by the flag, but their product is the same either way.
+    shapes={"x": "R _", "weight": "E O I", "offsets": "E"},
+    flops="2*R*O*I",
+    backward_flops="4*R*O*I",
+    summary="one matrix per expert on that expert's rows",
+)
+
+define_op(
+    "unpermute",
+    "(Tensor rows, Tensor order, Tensor weights) -> Tensor y",
+    _unpermute,
+    _unpermute_fake,
+    backward_schema="(Tensor grad_y, Tensor rows, Tensor order, Tensor weights)"
+    " -> (Tensor grad_rows, Tensor grad_weights)",
+    backward=_unpermute_backward,
+    backward_fake=_unpermute_backward_fake,
+    shapes={"rows": "R D", "order": "R", "weights": "N K"},
+    flops="2*R*D",
+    backward_flops="3*R*D",
+    summary="weighted sum of each token's expert rows",
+)
