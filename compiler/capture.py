@@ -1,0 +1,337 @@
+"""Capture: a training view becomes a `Program`, on fake tensors, with each repeated layer traced once.
+
+1. Weights are replaced by fakes (`fake_weights`), so no memory is needed and nothing can be changed by accident.
+2. The probe runs the view once and groups the regions by program (`regions.py`). With `dynamic="length"` a second
+   run at another length tells which sizes follow the length.
+3. One region of each group is exported, alone, with every weight an input.
+4. The view is exported with each region replaced by one `moec::region` node.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import Dim, ExportedProgram
+from torch.export.graph_signature import InputKind as ExportKind
+from torch.utils import _pytree as pytree
+
+from moec.compiler.ambient import ambient_scope, current
+from moec.compiler.errors import CaptureError
+from moec.compiler.fake import fake_like, fake_mode_of, fake_weights
+from moec.compiler.graph import OUTER, InputValue, OutputValue, Program, Signature, Unit, source_line
+from moec.compiler.naming import template_names
+from moec.compiler.pass_manager import NearMiss
+from moec.compiler.plan import Plan
+from moec.compiler.region_op import region, templates_in_scope
+from moec.compiler.regions import Probe, RegionCall, find_regions, patched_forwards, probe, weight_slots
+from moec.compiler.template import Template, ValueSpec
+from moec.compiler.view import TrainingView
+
+
+@dataclass
+class Capture:
+    """The captured program and what was learned on the way.
+
+    templates: by name. results: keys of the view's result dict, in output order. tied: alias path -> canonical path.
+    """
+
+    program: Program
+    templates: dict[str, Template]
+    results: tuple[str, ...]
+    tied: dict[str, str]
+    notes: list[str] = field(default_factory=list)
+    near_misses: list[NearMiss] = field(default_factory=list)
+
+
+def capture(view: TrainingView, plan: Plan, inputs: dict[str, Tensor]) -> Capture:
+    """Trace `view.module` on fakes of `inputs` (by argument name; values are never read).
+
+    Raises CaptureError with the module path and source line when the model cannot be traced into one graph.
+    """
+    module = view.module
+    mode = fake_mode_of(module)
+    with ExitStack() as stack:
+        stack.enter_context(view.prepare())
+        stack.enter_context(fake_weights(module, mode))
+        fakes = {name: fake_like(value, mode) for name, value in inputs.items()}
+        regions = find_regions(module)
+        found = _probe(module, regions, fakes, mode, plan)
+        moving = _moving_sizes(module, regions, found, fakes, mode, plan)
+        templates = _capture_templates(module, found, moving, plan)
+        program, results = _capture_outer(module, regions, templates, fakes, plan)
+    return Capture(program, templates, results, _tied(module), list(view.notes), found.near_misses)
+
+
+def _probe(
+    module: nn.Module, regions: dict[str, nn.Module], fakes: dict[str, Tensor], mode: Any, plan: Plan
+) -> Probe:
+    with mode, torch.enable_grad():
+        return _traced("the probe run", lambda: probe(module, regions, lambda: module(**fakes)))
+
+
+def _moving_sizes(
+    module: nn.Module,
+    regions: dict[str, nn.Module],
+    found: Probe,
+    fakes: dict[str, Tensor],
+    mode: Any,
+    plan: Plan,
+) -> dict[str, list[set[int]]]:
+    """Per region path and input: the dimensions that follow the length, by comparing two runs."""
+    if plan.dynamic is None:
+        return {path: [set() for _ in call.inputs] for path, call in found.calls.items()}
+    shorter = max(plan.min_length, plan.length - 1)
+    others = {name: fake_like(_cut(value, shorter), mode) for name, value in fakes.items()}
+    second = _probe(module, {path: regions[path] for path in found.calls}, others, mode, plan)
+    moving: dict[str, list[set[int]]] = {}
+    for path, call in list(found.calls.items()):
+        other = second.calls[path]
+        moving[path] = [
+            {dim for dim, (a, b) in enumerate(zip(one.shape, two.shape, strict=True)) if a != b}
+            for one, two in zip(call.inputs, other.inputs, strict=True)
+        ]
+        wrong = [
+            name
+            for name, one, dims in zip(call.names, call.inputs, moving[path], strict=True)
+            if any(one.shape[dim] != plan.length for dim in dims)
+        ]
+        if wrong:
+            del found.calls[path]
+            reason = f"the size of {', '.join(wrong)} depends on the length but is not the length"
+            found.near_misses.append(NearMiss(path, "layer", reason))
+    return moving
+
+
+def _capture_templates(
+    module: nn.Module, found: Probe, moving: dict[str, list[set[int]]], plan: Plan
+) -> dict[str, Template]:
+    groups = found.groups()
+    names = template_names([[module.get_submodule(call.path) for call in group] for group in groups], groups)
+    return {
+        name: _capture_template(name, group, module.get_submodule(group[0].path), moving[group[0].path], plan)
+        for name, group in zip(names, groups, strict=True)
+    }
+
+
+def _capture_template(
+    name: str, calls: list[RegionCall], body: nn.Module, moving: list[set[int]], plan: Plan
+) -> Template:
+    call = calls[0]
+    shapes = [dict.fromkeys(dims, _length(plan)) or None for dims in moving]
+    exported = _export(_RegionBody(body, call), call.inputs, (tuple(shapes),) if plan.dynamic else None, call.path)
+    flags = {n: tensor.requires_grad for n, tensor in weight_slots(body)}
+    unit = _unit(name, exported, "body.", flags, call.names, [t.requires_grad for t in call.inputs])
+    unit.instances = tuple(item.path for item in calls)
+    placeholders = [(node, value) for node, value in unit.placeholders()]
+    weights = {v.name: n.meta["val"] for n, v in placeholders if v.kind != "input"}
+    inputs = [n.meta["val"] for n, v in placeholders if v.kind == "input"]
+    outputs = [n.meta["val"] for n in unit.graph.output_node().args[0]]  # type: ignore[union-attr]
+    buffers = [weights[buffer] for buffer in call.mutated]
+    template = Template(
+        name=name,
+        calls=calls,
+        weight_names=tuple(weights),
+        inputs=tuple(ValueSpec.of(t, requires_grad=f.requires_grad) for t, f in zip(inputs, call.inputs, strict=True)),
+        weights=tuple(ValueSpec.of(tensor, requires_grad=flags[n]) for n, tensor in weights.items()),
+        results=(
+            *(ValueSpec.of(t, requires_grad=f.requires_grad) for t, f in zip(outputs, call.outputs, strict=True)),
+            *(ValueSpec.of(buffer) for buffer in buffers),
+        ),
+        mutated=call.mutated,
+        unit=unit,
+    )
+    template.tangent_positions = tuple(i for i, spec in enumerate(template.results) if spec.requires_grad)
+    wants = [*template.inputs, *template.weights]
+    template.grad_positions = tuple(i for i, spec in enumerate(wants) if spec.requires_grad)
+    template.grads = tuple(wants[i] for i in template.grad_positions)
+    return template
+
+
+def _capture_outer(
+    module: nn.Module,
+    regions: dict[str, nn.Module],
+    templates: dict[str, Template],
+    fakes: dict[str, Tensor],
+    plan: Plan,
+) -> tuple[Program, tuple[str, ...]]:
+    by_path = {call.path: (template, call) for template in templates.values() for call in template.calls}
+
+    def replace(path: str, body: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        return _calling(*by_path[path], body) if path in by_path else forward
+
+    collected: list[str] = []
+    wrapper = _OuterBody(module, tuple(fakes), collected)
+    shapes = tuple({value.dim() - 1: _length(plan)} if _has_length(value, plan) else None for value in fakes.values())
+    with templates_in_scope(templates), patched_forwards({p: regions[p] for p in by_path}, replace):
+        exported = _export(wrapper, tuple(fakes.values()), (shapes,) if plan.dynamic else None, "")
+    flags = {n: tensor.requires_grad for n, tensor in weight_slots(module)}
+    outer = _unit(OUTER, exported, "body.", flags, tuple(fakes), [False] * len(fakes), tuple(collected))
+    program = Program({name: template.unit for name, template in templates.items()} | {OUTER: outer})
+    return program, tuple(collected)
+
+
+class _RegionBody(nn.Module):
+    """A region with a flat signature of tensors."""
+
+    def __init__(self, body: nn.Module, call: RegionCall) -> None:
+        super().__init__()
+        self.body = body
+        self.call = call
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        args, kwargs, around = self.call.arguments(tensors)
+        with ambient_scope(**around):
+            output = self.body(*args, **kwargs)
+        return tuple(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
+
+
+class _OuterBody(nn.Module):
+    """The view with a flat signature; writes the keys of its result dict into `keys`."""
+
+    def __init__(self, body: nn.Module, names: tuple[str, ...], keys: list[str]) -> None:
+        super().__init__()
+        self.body = body
+        self._names = names
+        self._keys = keys
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        result = self.body(**dict(zip(self._names, tensors, strict=True)))
+        self._keys[:] = list(result)
+        return tuple(result.values())
+
+
+def _calling(template: Template, call: RegionCall, body: nn.Module) -> Callable[..., Any]:
+    """The forward that stands in for a region while the outer graph is traced."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        leaves = pytree.tree_leaves((args, kwargs))
+        around = current()
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)] + [around[name] for name in call.ambient]
+        slots = dict(weight_slots(body))
+        outputs = region(template.name, call.path, tensors, [slots[name] for name in template.weight_names])
+        count = template.result_count - len(template.mutated)
+        for name, value in zip(template.mutated, outputs[count:], strict=True):
+            slots[name].copy_(value)
+        return call.result(list(outputs[:count]))
+
+    return run
+
+
+def _export(module: nn.Module, args: tuple[Tensor, ...], shapes: Any, path: str) -> ExportedProgram:
+    failures = []
+    for strict in (False, True):
+        try:
+            return torch.export.export(module, args, dynamic_shapes=shapes, strict=strict)
+        except Exception as error:  # torch raises many kinds here; each becomes one CaptureError
+            failures.append(error)
+    raise _capture_error(f"layer {path}" if path else "the model", failures[0]) from failures[0]
+
+
+def _traced(what: str, run: Callable[[], Any]) -> Any:
+    try:
+        return run()
+    except (RuntimeError, ValueError, TypeError, AssertionError, NotImplementedError) as error:
+        raise _capture_error(what, error) from error
+
+
+def _capture_error(what: str, error: Exception) -> CaptureError:
+    text = str(error).strip().splitlines()
+    reason = next((line.strip() for line in text if line.strip()), type(error).__name__)
+    data_dependent = any(word in str(error) for word in ("data-dependent", "data dependent", "GuardOnDataDependent"))
+    return CaptureError(
+        f"{what} cannot be traced into one graph",
+        where=_user_frame(error),
+        why=f"{type(error).__name__}: {reason}",
+        hint="its control flow or a size depends on the data: replace the loop or `.tolist()` by an op with fixed "
+        "shapes (for experts: stacked weights and moec's grouped ops)"
+        if data_dependent
+        else "run the model once in eager mode with the plan's batch and length to see whether it is the model's own",
+    )
+
+
+def _user_frame(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if "/torch/" not in f.filename and "compiler/" not in f.filename]
+    return f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""
+
+
+def _unit(
+    name: str,
+    exported: ExportedProgram,
+    prefix: str,
+    flags: dict[str, bool],
+    input_names: tuple[str, ...],
+    input_flags: list[bool],
+    output_names: tuple[str, ...] = (),
+) -> Unit:
+    """A unit with the flat signature: weights and buffers in module order, lifted constants, then inputs."""
+    graph_module = exported.graph_module
+    kinds = {ExportKind.PARAMETER: "weight", ExportKind.BUFFER: "buffer"}
+    inputs: list[InputValue] = []
+    user = iter(zip(input_names, input_flags, strict=True))
+    nodes = graph_module.graph.find_nodes(op="placeholder")
+    for node, spec in zip(nodes, exported.graph_signature.input_specs, strict=True):
+        if spec.kind in kinds:
+            path = str(spec.target).removeprefix(prefix)
+            inputs.append(InputValue(kinds[spec.kind], path, flags.get(path, False)))  # type: ignore[arg-type]
+        elif spec.kind == ExportKind.USER_INPUT:
+            inputs.append(InputValue("input", *next(user)))
+        else:
+            _inline_constant(graph_module, node, exported.constants[str(spec.target)])
+    count = len(graph_module.graph.output_node().args[0])  # type: ignore[arg-type]
+    outputs = tuple(OutputValue("result", key) for key in output_names or [f"result{i}" for i in range(count)])
+    for node in graph_module.graph.nodes:
+        _set_path(node, prefix.removesuffix("."))
+    graph_module.graph.eliminate_dead_code()
+    graph_module.recompile()
+    return Unit(name, graph_module, Signature(tuple(inputs), outputs))
+
+
+def _inline_constant(module: fx.GraphModule, node: fx.Node, value: Any) -> None:
+    target = f"constant_{node.name}"
+    if isinstance(value, Tensor):
+        module.register_buffer(target, value)
+    else:
+        setattr(module, target, value)
+    with module.graph.inserting_after(node):
+        attribute = module.graph.get_attr(target)
+    attribute.meta.update(node.meta)
+    node.replace_all_uses_with(attribute)
+    module.graph.erase_node(node)
+
+
+def _set_path(node: fx.Node, prefix: str) -> None:
+    stack = node.meta.get("nn_module_stack")
+    path = ""
+    if stack:
+        path = str(list(stack.values())[-1][0]).removeprefix("L['self'].")
+        path = "" if path == prefix else path.removeprefix(f"{prefix}.")
+    node.meta["custom"] = {**(node.meta.get("custom") or {}), "path": path, "line": source_line(node)}
+
+
+def _length(plan: Plan) -> Any:
+    return Dim("length", min=plan.min_length, max=plan.length)
+
+
+def _has_length(value: Tensor, plan: Plan) -> bool:
+    return value.dim() > 1 and value.shape[1] == plan.length
+
+
+def _cut(value: Tensor, length: int) -> Tensor:
+    return value[:, :length] if value.dim() > 1 else value
+
+
+def _tied(module: nn.Module) -> dict[str, str]:
+    first: dict[int, str] = {}
+    tied = {}
+    for path, tensor in weight_slots(module):
+        canonical = first.setdefault(id(tensor), path)
+        if canonical != path:
+            tied[path] = canonical
+    return tied

@@ -1,0 +1,47 @@
+"""Readable names: templates after what tells them apart, values after the modules they come from."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+
+from torch import nn
+
+from moec.compiler.regions import RegionCall
+
+
+def template_names(modules: Sequence[Sequence[nn.Module]], groups: Sequence[Sequence[RegionCall]]) -> list[str]:
+    """One distinct identifier per group: the regions' common name, and the child classes that set it apart."""
+    bases = [_base(group[0].path) for group in groups]
+    children = [_child_classes(bodies[0]) for bodies in modules]
+    names = []
+    for index, base in enumerate(bases):
+        rivals = [children[i] for i, other in enumerate(bases) if other == base]
+        if len(rivals) == 1:
+            names.append(base)
+            continue
+        shared = set(rivals[0]).intersection(*rivals)
+        own = [name for name in children[index] if name not in shared]
+        prefix = os.path.commonprefix([name for rival in rivals for name in rival]) if len(rivals) > 1 else ""
+        words = [snake_case(name[len(prefix) :] or name) for name in own[:2]]
+        names.append("_".join([base, *words]))
+    return [
+        name if names.count(name) == 1 else f"{name}_{names[:i].count(name) + 1}" for i, name in enumerate(names)
+    ]
+
+
+def snake_case(name: str) -> str:
+    """'GatedMLAttention' -> 'gated_ml_attention'."""
+    parts = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name)
+    return re.sub(r"\W+", "_", parts).strip("_").lower()
+
+
+def _base(path: str) -> str:
+    words = [part for part in path.split(".") if not part.isdigit()]
+    last = words[-1] if words else "layer"
+    return "layer" if last == "layers" else last.removesuffix("s") if path.split(".")[-1].isdigit() else last
+
+
+def _child_classes(body: nn.Module) -> list[str]:
+    return [type(child).__name__ for _, child in body.named_children()]

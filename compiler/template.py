@@ -1,0 +1,109 @@
+"""A layer template: one captured region program, the places that use it, and what the region ops ask about it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import sympy
+import torch
+from torch import Tensor
+
+from moec.compiler.graph import Unit
+from moec.compiler.regions import RegionCall
+
+
+@dataclass(frozen=True)
+class ValueSpec:
+    """Size, stride, dtype and device of one value; sizes are expressions in the template's own symbols."""
+
+    size: tuple[sympy.Expr, ...]
+    stride: tuple[sympy.Expr, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool = False
+
+    @classmethod
+    def of(cls, tensor: Tensor, *, requires_grad: bool = False) -> ValueSpec:
+        return cls(
+            tuple(_expression(size) for size in tensor.size()),
+            tuple(_expression(stride) for stride in tensor.stride()),
+            tensor.dtype,
+            tensor.device,
+            requires_grad,
+        )
+
+    def fake(self, sizes: dict[sympy.Symbol, int | torch.SymInt]) -> Tensor:
+        """An empty tensor of this description, with the template's symbols given as sizes of the caller."""
+        return torch.empty_strided(
+            [_evaluate(size, sizes) for size in self.size],
+            [_evaluate(stride, sizes) for stride in self.stride],
+            dtype=self.dtype,
+            device=self.device,
+        )
+
+
+@dataclass
+class Template:
+    """One program shared by all `calls`.
+
+    inputs, weights: descriptions of what the program takes. results: what the region returns, then the new values of
+    the buffers it writes (`mutated`). saved, grads: filled in by differentiation and partition.
+    """
+
+    name: str
+    calls: list[RegionCall]
+    weight_names: tuple[str, ...]
+    inputs: tuple[ValueSpec, ...]
+    weights: tuple[ValueSpec, ...]
+    results: tuple[ValueSpec, ...]
+    mutated: tuple[str, ...]
+    unit: Unit
+    saved: tuple[ValueSpec, ...] = ()
+    grads: tuple[ValueSpec, ...] = ()
+    tangent_positions: tuple[int, ...] = ()
+    grad_positions: tuple[int, ...] = ()
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        return tuple(call.path for call in self.calls)
+
+    @property
+    def result_count(self) -> int:
+        return len(self.results)
+
+    def fake_forward(self, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
+        sizes = self._sizes([*inputs, *weights])
+        return [spec.fake(sizes) for spec in (*self.results, *self.saved)]
+
+    def fake_backward(
+        self, inputs: Sequence[Tensor], weights: Sequence[Tensor], saved: Sequence[Tensor], grads: Sequence[Tensor]
+    ) -> list[Tensor]:
+        sizes = self._sizes([*inputs, *weights])
+        return [spec.fake(sizes) for spec in self.grads]
+
+    def run(self, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
+        """The graph as it stands, on real tensors: results, then the new values of the buffers it writes."""
+        buffers = {name: value.clone() for name, value in zip(self.weight_names, weights, strict=True) if name in self.mutated}
+        held = [buffers.get(name, value) for name, value in zip(self.weight_names, weights, strict=True)]
+        return [*self.unit.module(*held, *inputs), *(buffers[name] for name in self.mutated)]
+
+    def _sizes(self, tensors: Sequence[Tensor]) -> dict[sympy.Symbol, int | torch.SymInt]:
+        found: dict[sympy.Symbol, int | torch.SymInt] = {}
+        for spec, tensor in zip((*self.inputs, *self.weights), tensors, strict=True):
+            for expression, size in zip(spec.size, tensor.size(), strict=True):
+                if isinstance(expression, sympy.Symbol):
+                    found.setdefault(expression, size)
+        return found
+
+
+def _expression(size: int | torch.SymInt) -> sympy.Expr:
+    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
+
+
+def _evaluate(expression: sympy.Expr, sizes: dict[sympy.Symbol, int | torch.SymInt]) -> int | torch.SymInt:
+    if expression.is_Integer:
+        return int(expression)
+    symbols = sorted(expression.free_symbols, key=str)
+    value = sympy.lambdify(symbols, expression, modules=[{"FloorDiv": lambda a, b: a // b}, "math"])
+    return value(*(sizes[symbol] for symbol in symbols))
