@@ -1,0 +1,137 @@
+"""Training views: how each kind of model is brought into the form that capture traces (`compiler/view.py`).
+
+A table of (predicate, factory), tried in order; the last row takes any module.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moec.compiler.errors import UnsupportedModelError
+from moec.compiler.plan import Plan
+from moec.compiler.view import TrainingView
+from moec.models.k3.loss import valid_tokens
+from moec.models.k3.model import K3Model
+from moec.models.k3.numerics import widen
+
+Predicate = Callable[[nn.Module], bool]
+Factory = Callable[[nn.Module, Plan], TrainingView]
+
+
+def training_view(model: nn.Module, plan: Plan) -> TrainingView:
+    """The view of a model; raises UnsupportedModelError for one whose forward takes no input_ids and labels."""
+    factory = next(factory for predicate, factory in ADAPTERS if predicate(model))
+    return factory(model, plan)
+
+
+class K3View(nn.Module):
+    """View of a Kimi K3 model: it already takes and returns what a view needs."""
+
+    def __init__(self, model: K3Model) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        inverse_tokens: Tensor,
+        document_ids: Tensor | None = None,
+        image_features: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        output = self.model(input_ids, labels, document_ids, image_features, inverse_tokens)
+        losses = {"objective": output.loss, "lm_loss": output.lm_loss.detach()}
+        if output.indexer_loss is not None:
+            losses["indexer_loss"] = output.indexer_loss.detach()
+        return losses
+
+
+class GenericView(nn.Module):
+    """View of any module whose forward(input_ids, labels) returns its mean loss over valid tokens.
+
+    The loss is a scalar tensor, or an attribute or key `loss` of the result. Valid tokens are those whose shifted
+    label is not -100. A microbatch without any gives 0, whatever the model makes of a mean over nothing.
+    """
+
+    def __init__(self, model: nn.Module, takes_documents: bool) -> None:
+        super().__init__()
+        self.model = model
+        self.takes_documents = takes_documents
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        inverse_tokens: Tensor,
+        document_ids: Tensor | None = None,
+        image_features: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        given: dict[str, Tensor] = {"input_ids": input_ids, "labels": labels}
+        if document_ids is not None and self.takes_documents:
+            given["document_ids"] = document_ids
+        if image_features is not None:
+            given["image_features"] = image_features
+        loss = widen(_loss_of(self.model(**given)))
+        count = valid_tokens(labels)
+        loss = torch.where(count > 0, loss, 0.0) * count * inverse_tokens
+        return {"objective": loss, "lm_loss": loss.detach()}
+
+
+def _loss_of(result: Any) -> Tensor:
+    if isinstance(result, Tensor):
+        return result
+    loss = result.get("loss") if isinstance(result, dict) else getattr(result, "loss", None)
+    if not isinstance(loss, Tensor):
+        raise UnsupportedModelError(
+            f"the model returned {type(result).__name__} without a loss",
+            hint="return a scalar loss, or an object with `loss`, when labels are given",
+        )
+    return loss
+
+
+def _k3_view(model: nn.Module, plan: Plan) -> TrainingView:
+    assert isinstance(model, K3Model)
+    return TrainingView(K3View(model))
+
+
+def _is_huggingface(model: nn.Module) -> bool:
+    if "transformers" not in sys.modules:  # then no module of it can exist, and importing it takes seconds
+        return False
+    from moec.models.huggingface.adapter import is_huggingface
+
+    return is_huggingface(model)
+
+
+def _huggingface_view(model: nn.Module, plan: Plan) -> TrainingView:
+    from moec.models.huggingface.adapter import huggingface_view
+
+    return huggingface_view(model, plan)
+
+
+def _generic_view(model: nn.Module, plan: Plan) -> TrainingView:
+    parameters = inspect.signature(model.forward).parameters
+    open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    lacking = [name for name in ("input_ids", "labels") if name not in parameters and not open_ended]
+    if lacking:
+        raise UnsupportedModelError(
+            f"{type(model).__name__}.forward takes no {' and no '.join(lacking)}",
+            where=f"{type(model).__module__}.{type(model).__qualname__}.forward",
+            why="a training step calls forward(input_ids=..., labels=...) and expects the mean loss",
+            hint="wrap the model in a module whose forward does that",
+        )
+    takes_documents = "document_ids" in parameters
+    refusal = "" if takes_documents else f"{type(model).__name__}.forward takes no document_ids"
+    return TrainingView(GenericView(model, takes_documents), packing_refusal=refusal)
+
+
+ADAPTERS: list[tuple[Predicate, Factory]] = [
+    (lambda model: isinstance(model, K3Model), _k3_view),
+    (_is_huggingface, _huggingface_view),
+    (lambda model: True, _generic_view),
+]
