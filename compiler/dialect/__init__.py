@@ -1,23 +1,41 @@
 """The dialect: the ops that layers are made of, as typed functions, and the table that describes them."""
 
 from moec.compiler.dialect.activation import gated_mlp_act, sigmoid_gate
+from moec.compiler.dialect.attention import attention
 from moec.compiler.dialect.conv import short_conv
 from moec.compiler.dialect.delta_rule import delta_rule
 from moec.compiler.dialect.depth_mix import depth_mix
+from moec.compiler.dialect.experts import grouped_linear, permute, unpermute
+from moec.compiler.dialect.kda import kda
+from moec.compiler.dialect.loss import linear_cross_entropy
 from moec.compiler.dialect.norm import gated_norm, l2_norm, rms_norm
 from moec.compiler.dialect.registry import DEFINITIONS, Definition, define, lookup
+from moec.compiler.dialect.route import balanced_bias, route, route_histogram
+from moec.compiler.dialect.sparse_attention import index_topk, indexer_loss, sparse_attention
 
 __all__ = [
     "DEFINITIONS",
     "Definition",
+    "attention",
+    "balanced_bias",
     "define",
     "delta_rule",
     "depth_mix",
     "gated_mlp_act",
     "gated_norm",
+    "grouped_linear",
+    "index_topk",
+    "indexer_loss",
+    "kda",
     "l2_norm",
+    "linear_cross_entropy",
     "lookup",
+    "permute",
     "rms_norm",
+    "route",
+    "route_histogram",
     "short_conv",
     "sigmoid_gate",
+    "sparse_attention",
+    "unpermute",
 ]

@@ -8,7 +8,8 @@ Forward, for head h of query t with its key/value head g = h // (H/G):
 
 Backward recomputes p_ts = exp(s_ts - lse_ht) and uses delta_ht = o_th . do_th:
 
-    ds = p * (do . v - delta + dlse),  dq = scale * ds k,  dk = scale * ds^T q,  dv = p^T do,  dsink = -exp(sink - lse) * delta
+    ds = p * (do . v - delta + dlse),  dq = scale * ds k,  dk = scale * ds^T q,  dv = p^T do
+    dsink = exp(sink - lse) * (dlse - delta), summed over tokens
 
 Both walk over blocks of queries, so that memory stays linear in T for a fixed block budget.
 """
@@ -22,8 +23,11 @@ from torch import Tensor
 
 from moec.compiler.dialect._define import define_op, math_dtype
 
-# Scores held at once: 2**24 fp32 values are 64 MiB.
-SCORES = 1 << 24
+# Scores per block of queries: what fits a CPU's cache (2 MiB of fp32), or keeps a GPU busy (256 MiB).
+CACHED_SCORES = 1 << 19
+SCORES = 1 << 26
+# Fewer rows than this make the matmuls inefficient.
+MIN_ROWS = 64
 
 
 def attention(
@@ -60,26 +64,21 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     _check(q, k, v, window, causal)
     batch, length, heads, _ = q.shape
-    groups, width = k.shape[2], v.shape[3]
     dtype = math_dtype(q.dtype)
-    o = q.new_empty(batch, length, heads, width)
+    o = q.new_empty(batch, length, heads, v.shape[3])
     lse = q.new_empty(batch, heads, length, dtype=dtype)
-    keys = k.to(dtype).permute(0, 2, 3, 1).contiguous()
-    values = v.to(dtype).permute(0, 2, 1, 3).contiguous()
-    sink = None if sinks is None else sinks.to(dtype).view(1, groups, -1, 1)
+    keys, values = _by_head(k.to(dtype), k.shape[2]), _by_head(v.to(dtype), v.shape[2])
     for rows, cols in _blocks(q, window, causal):
-        scores = _scores(q[:, rows], keys[..., cols], scale)
-        _hide(scores, document_ids, rows, cols, window, causal)
-        peak = scores.amax(-1, keepdim=True)
-        if sink is not None:
-            peak = torch.maximum(peak, sink.unsqueeze(-1))
-        weights = scores.sub_(peak).exp_()
-        total = weights.sum(-1, keepdim=True)
-        if sink is not None:
-            total += (sink.unsqueeze(-1) - peak).exp_()
-        mixed = _times(weights, values[:, :, cols]).div_(total)
-        o[:, rows] = _merge_heads(mixed)
-        lse[..., rows] = peak.add_(total.log_()).view(batch, heads, -1)
+        queries = _by_head(q[:, rows].to(dtype) * scale, k.shape[2])
+        p, norm = _softmax(queries, keys[:, cols], _mask(queries, document_ids, rows, cols, window, causal))
+        mixed = torch.bmm(p, values[:, cols])
+        norm = norm.view(batch, heads, rows.stop - rows.start)
+        if sinks is not None:
+            total = torch.logaddexp(norm, sinks.to(dtype).view(-1, 1))
+            mixed *= (norm - total).exp_().view(*mixed.shape[:2], 1)
+            norm = total
+        o[:, rows] = _by_token(mixed, batch, heads)
+        lse[..., rows] = norm
     return o, lse
 
 
@@ -97,34 +96,33 @@ def _backward(
     window: int,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    batch, length, heads, _ = q.shape
-    groups = k.shape[2]
-    dtype = math_dtype(q.dtype)
+    batch, _, heads, _ = q.shape
+    groups, dtype = k.shape[2], math_dtype(q.dtype)
+    keys, values = _by_head(k.to(dtype), groups), _by_head(v.to(dtype), groups)
     grad_q = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    keys = k.to(dtype).permute(0, 2, 1, 3).contiguous()
-    values = v.to(dtype).permute(0, 2, 3, 1).contiguous()
-    grad_k = torch.zeros_like(keys)
-    grad_v = torch.zeros_like(values.transpose(2, 3), memory_format=torch.contiguous_format)
-    delta = (o.to(dtype) * grad_o.to(dtype)).sum(-1).transpose(1, 2)
-    shift = delta if grad_lse is None else delta - grad_lse.to(dtype)
+    grad_keys, grad_values = torch.zeros_like(keys), torch.zeros_like(values)
+    shift = (o.to(dtype) * grad_o.to(dtype)).sum(-1).transpose(1, 2)
+    if grad_lse is not None:
+        shift = shift - grad_lse.to(dtype)
     for rows, cols in _blocks(q, window, causal):
-        scores = _scores(q[:, rows], keys[:, :, cols].transpose(2, 3), scale)
-        _hide(scores, document_ids, rows, cols, window, causal)
-        shape = (batch, groups, heads // groups, -1, 1)
-        p = scores.sub_(lse[..., rows].reshape(shape)).exp_()
-        grads = _split_heads(grad_o[:, rows].to(dtype), groups)
-        grad_v[:, :, cols] += torch.matmul(p.flatten(2, 3).transpose(2, 3), grads.flatten(2, 3))
-        grad_p = _times(grads, values[..., cols])
-        grad_s = grad_p.sub_(shift[..., rows].reshape(shape)).mul_(p)
-        queries = _split_heads(q[:, rows].to(dtype), groups).flatten(2, 3)
-        grad_k[:, :, cols] += torch.matmul(grad_s.flatten(2, 3).transpose(2, 3), queries)
-        grad_q[:, rows] = _merge_heads(_times(grad_s, keys[:, :, cols]).mul_(scale))
+        queries, grads = _by_head(q[:, rows].to(dtype) * scale, groups), _by_head(grad_o[:, rows].to(dtype), groups)
+        p, norm = _softmax(queries, keys[:, cols], _mask(queries, document_ids, rows, cols, window, causal))
+        if sinks is not None:
+            p *= (norm - lse[..., rows].reshape(norm.shape)).exp_()
+        grad_values[:, cols].baddbmm_(p.transpose(1, 2), grads)
+        grad_p = torch.bmm(grads, values[:, cols].transpose(1, 2))
+        grad_scores = grad_p.sub_(shift[..., rows].reshape(norm.shape)).mul_(p)
+        grad_keys[:, cols].baddbmm_(grad_scores.transpose(1, 2), queries)
+        grad_q[:, rows] = _by_token(torch.bmm(grad_scores, keys[:, cols]).mul_(scale), batch, heads)
     grad_sinks = q.new_empty(0)
     if sinks is not None:
-        share = (sinks.to(dtype).view(1, -1, 1) - lse).exp_()
-        grad_sinks = -(share * shift).sum((0, 2)).to(sinks.dtype)
-    grad_k = grad_k.mul_(scale).transpose(1, 2).to(k.dtype)
-    return grad_q, grad_k.contiguous(), grad_v.transpose(1, 2).to(v.dtype).contiguous(), grad_sinks
+        grad_sinks = -((sinks.to(dtype).view(-1, 1) - lse).exp_() * shift).sum((0, 2)).to(sinks.dtype)
+    return (
+        grad_q,
+        _by_token(grad_keys, batch, groups, k.dtype),
+        _by_token(grad_values, batch, groups, v.dtype),
+        grad_sinks,
+    )
 
 
 def _fake(
@@ -171,49 +169,58 @@ def _check(q: Tensor, k: Tensor, v: Tensor, window: int, causal: bool) -> None:
 def _blocks(q: Tensor, window: int, causal: bool) -> Iterator[tuple[slice, slice]]:
     """Blocks of queries and the keys that any of them can see."""
     batch, length, heads, _ = q.shape
-    step = max(1, SCORES // max(1, batch * heads * length))
-    for start in range(0, length, step):
+    scores = CACHED_SCORES if q.device.type == "cpu" else SCORES
+    step = max(MIN_ROWS, scores // max(1, batch * heads * length))
+    for start in range(0, length if batch * heads else 0, step):
         stop = min(start + step, length)
         first = max(0, start - window + 1) if window else 0
         yield slice(start, stop), slice(first, stop if causal else length)
 
 
-def _hide(scores: Tensor, document_ids: Tensor | None, rows: slice, cols: slice, window: int, causal: bool) -> None:
-    """Set the scores [B,G,R,t,S] of keys that a query must not see to -inf, in place."""
-    t = torch.arange(rows.start, rows.stop, device=scores.device)[:, None]
-    s = torch.arange(cols.start, cols.stop, device=scores.device)[None, :]
+def _mask(
+    queries: Tensor, document_ids: Tensor | None, rows: slice, cols: slice, window: int, causal: bool
+) -> Tensor | None:
+    """What to add to the scores: -inf where a query must not see a key, else 0; [1 or B,1,t,S]."""
+    t = torch.arange(rows.start, rows.stop, device=queries.device)[:, None]
+    s = torch.arange(cols.start, cols.stop, device=queries.device)[None, :]
     hidden = None
     if causal:
-        hidden = s > t
-    if window:
-        hidden = hidden | (s <= t - window)
+        hidden = (s > t)[None]
+        if window:
+            hidden |= s <= t - window
     if document_ids is not None:
-        other = (document_ids[:, rows, None] != document_ids[:, None, cols])[:, None, None]
-        hidden = other if hidden is None else hidden | other
-    if hidden is not None:
-        scores.masked_fill_(hidden, float("-inf"))
+        other = document_ids[:, rows, None] != document_ids[:, None, cols]
+        hidden = other if hidden is None else other.logical_or_(hidden)
+    if hidden is None:
+        return None
+    # One small mask that is added: masked_fill on the scores themselves costs ten times as much on a CPU.
+    return queries.new_zeros(hidden.shape).masked_fill_(hidden, float("-inf")).unsqueeze(1)
 
 
-def _split_heads(x: Tensor, groups: int) -> Tensor:
-    """[B,t,H,D] -> [B,G,R,t,D], contiguous."""
+def _softmax(queries: Tensor, keys: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Softmax of queries [B*G,R*t,D] over keys [B*G,S,D] -> [B*G,R*t,S], and its log denominator [B*G,R*t,1]."""
+    scores = torch.bmm(queries, keys.transpose(1, 2))
+    if mask is not None:
+        batch, _, length, visible = mask.shape
+        scores.view(batch, scores.shape[0] * scores.shape[1] // (batch * length), length, visible).add_(mask)
+    p = scores.softmax(-1)
+    # The largest probability is 1 / sum exp(score - largest score): no second pass of exponentials.
+    return p, scores.amax(-1, keepdim=True) - p.amax(-1, keepdim=True).log_()
+
+
+def _by_head(x: Tensor, groups: int) -> Tensor:
+    """[B,t,H,D] -> [B*G,R*t,D] with H = G*R."""
     batch, length, heads, width = x.shape
-    return x.reshape(batch, length, groups, heads // groups, width).permute(0, 2, 3, 1, 4).contiguous()
+    repeat = heads // groups
+    split = x.reshape(batch, length, groups, repeat, width).permute(0, 2, 3, 1, 4)
+    return split.reshape(batch * groups, repeat * length, width)
 
 
-def _merge_heads(x: Tensor) -> Tensor:
-    """[B,G,R,t,D] -> [B,t,H,D]."""
-    batch, groups, repeat, length, width = x.shape
-    return x.permute(0, 3, 1, 2, 4).reshape(batch, length, groups * repeat, width)
-
-
-def _times(x: Tensor, y: Tensor) -> Tensor:
-    """[B,G,R,t,M] times [B,G,M,N], shared by the R heads of a group -> [B,G,R,t,N]."""
-    return torch.matmul(x.flatten(2, 3), y).unflatten(2, x.shape[2:4])
-
-
-def _scores(q: Tensor, keys: Tensor, scale: float) -> Tensor:
-    """Scaled scores [B,G,R,t,S] of q [B,t,H,D] with keys [B,G,D,S]."""
-    return _times(_split_heads(q.to(keys.dtype), keys.shape[1]).mul_(scale), keys)
+def _by_token(x: Tensor, batch: int, heads: int, dtype: torch.dtype | None = None) -> Tensor:
+    """[B*G,R*t,D] -> [B,t,H,D], contiguous, in `dtype` if given."""
+    groups, rows, width = x.shape
+    x = x.view(batch, heads, groups * rows // (batch * heads), width).transpose(1, 2)
+    return torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device).copy_(x)
 
 
 _PAIRS = "(Piecewise((Min(window, T), window > 0), (T, True)))"

@@ -1,7 +1,7 @@
 """Tokens to experts and back: permute, grouped_linear, unpermute.
 
 A slot is one (token, choice) pair, numbered token*k + choice. `permute` sorts the slots by expert, stably, so that each
-expert's rows are contiguous and in token order; order[r] is the slot in row r and offsets[e] the end of expert e's rows.
+expert's rows are contiguous and in token order; order[r] is the slot of row r, offsets[e] the end of expert e's rows.
 `grouped_linear` multiplies each expert's rows by its own matrix. `unpermute` is the weighted sum of a token's k rows.
 Any expert may have no rows. Rows past offsets[-1] (padding of an exchange) give zeros and get zero gradients.
 """

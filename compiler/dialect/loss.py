@@ -145,7 +145,7 @@ def _targets(labels: Tensor, ignore_index: int, vocabulary: int) -> tuple[Tensor
 
 
 def _operand(weight: Tensor) -> Tensor:
-    """The head as matmul operand: half precision stays on CUDA, whose matmul can return float32, and is cast elsewhere."""
+    """The head as matmul operand: CUDA multiplies half precision into float32 results, other devices need a cast."""
     return weight if weight.device.type == "cuda" else weight.to(math_dtype(weight.dtype))
 
 

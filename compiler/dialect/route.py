@@ -10,8 +10,8 @@ route, per token (all axes are independent):
 
 Quantile balancing (Kimi K3 report, appendix D) replaces auxiliary losses. With alpha_i the (top_k+1)-th largest
 s_ij + b_j of token i, the new bias of expert j is the quantile k/E over all tokens of alpha_i - s_ij, then centred.
-`route_histogram` counts alpha_i - s_ij in uniform bins, which sum over microbatches and ranks; `balanced_bias` reads the
-quantile from the summed counts.
+`route_histogram` counts alpha_i - s_ij in uniform bins, which sum over microbatches and ranks; `balanced_bias` reads
+the quantile from the summed counts.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ def route(
     top_groups: int = 1,
     renorm_eps: float = 1e-20,
 ) -> tuple[Tensor, Tensor]:
-    """Choose top_k experts per token: logits [N,E] (float32 by convention) -> weights [N,top_k], indices int64 [N,top_k].
+    """Choose top_k experts per token: logits [N,E] -> weights [N,top_k], indices int64 [N,top_k].
 
-    bias: [E] correction, for the selection only, without gradient. score: "sigmoid" or "softmax".
+    logits: float32 by convention; lower precision is computed in float32. score: "sigmoid" or "softmax".
+    bias: [E] correction, for the selection only, without gradient.
     weights have the dtype of logits and are in descending order of the selection score.
     Raises ValueError for an unknown score, or for counts that do not fit (top_k > E, E not divisible by groups, ...).
     """
@@ -190,7 +191,7 @@ def _weights(chosen: Tensor, softmax_after_topk: bool, renormalize: bool, renorm
 
 
 def _histogram(logits: Tensor, bias: Tensor, top_k: int, bins: int) -> Tensor:
-    tokens, experts = logits.shape
+    experts = logits.shape[1]
     scores = logits.to(math_dtype(logits.dtype)).sigmoid()
     shift = bias.to(scores.dtype)
     low, width = _range(shift, bins)

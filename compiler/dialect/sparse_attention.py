@@ -179,7 +179,7 @@ def _loss(
     scale: float,
     relu: bool,
 ) -> Tensor:
-    batch, length, heads, width = q.shape
+    batch, length, _, width = q.shape
     dtype = math_dtype(q.dtype)
     loss = q.new_empty(batch, length, dtype=dtype)
     table, main_table = k.to(dtype).reshape(-1, width), main_kv.to(dtype).reshape(-1, main_kv.shape[2])
@@ -204,7 +204,7 @@ def _loss_backward(
     scale: float,
     relu: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    batch, length, heads, width = q.shape
+    _, length, _, width = q.shape
     dtype = math_dtype(q.dtype)
     grad_q = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     grad_w = torch.empty(w.shape, dtype=w.dtype, device=w.device)
