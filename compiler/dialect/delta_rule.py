@@ -304,7 +304,7 @@ def _state(given: Tensor | None, like: Tensor) -> Tensor:
     return torch.zeros_like(like) if given is None else given.reshape(like.shape).to(like.dtype, copy=True)
 
 
-def _delta_rule(
+def delta_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -322,7 +322,7 @@ def _delta_rule(
     return chunked.layout.join(out, v.dtype), state.view(v.shape[0], v.shape[2], q.shape[3], v.shape[3])
 
 
-def _delta_rule_backward(
+def delta_backward(
     grad_o: Tensor,
     grad_final_state: Tensor | None,
     q: Tensor,
@@ -438,11 +438,11 @@ _ARGUMENTS = (
 define_op(
     "delta_rule",
     f"({_ARGUMENTS}) -> (Tensor o, Tensor final_state)",
-    _delta_rule,
+    delta_forward,
     _fake,
     backward_schema=f"(Tensor grad_o, Tensor? grad_final_state, {_ARGUMENTS}) -> (Tensor grad_q, Tensor grad_k, "
     "Tensor grad_v, Tensor grad_g, Tensor grad_beta, Tensor grad_initial_state)",
-    backward=_delta_rule_backward,
+    backward=delta_backward,
     backward_fake=_backward_fake,
     shapes={
         "q": "B T H K",

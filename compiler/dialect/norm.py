@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from moec.compiler.dialect._define import define_op, math_dtype
 from moec.compiler.dialect.activation import gate_activation, gate_activation_slope
-from torch import Tensor
 
 
 def rms_norm(
@@ -97,13 +98,15 @@ def _rms_norm_backward(
     return grad_x.to(x.dtype).contiguous(), _sum_to_weight(grad * seen, weight)
 
 
-def _gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: str, zero_centered: bool) -> Tensor:
+def gated_norm_forward(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: str, zero_centered: bool
+) -> Tensor:
     unit, _ = _unit_rms(x, eps)
     opening = gate_activation(gate.to(unit.dtype), activation)
     return (unit * _scale(weight, zero_centered, unit.dtype) * opening).to(x.dtype).contiguous()
 
 
-def _gated_norm_backward(
+def gated_norm_backward(
     grad: Tensor, x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: str, zero_centered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     unit, inverse = _unit_rms(x, eps)
@@ -165,11 +168,11 @@ define_op(
 define_op(
     "gated_norm",
     "(Tensor x, Tensor gate, Tensor weight, float eps, str activation, bool zero_centered=False) -> (Tensor y)",
-    _gated_norm,
+    gated_norm_forward,
     lambda x, gate, weight, eps, activation, zero_centered: x.new_empty(x.shape),
     backward_schema="(Tensor grad_y, Tensor x, Tensor gate, Tensor weight, float eps, str activation, "
     "bool zero_centered=False) -> (Tensor grad_x, Tensor grad_gate, Tensor grad_weight)",
-    backward=_gated_norm_backward,
+    backward=gated_norm_backward,
     backward_fake=_like,
     shapes={"x": "... D", "gate": "... D", "weight": "D"},
     flops="8*N*D",
