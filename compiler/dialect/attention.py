@@ -77,7 +77,7 @@ def _forward(
             total = torch.logaddexp(norm, sinks.to(dtype).view(-1, 1))
             mixed *= (norm - total).exp_().view(*mixed.shape[:2], 1)
             norm = total
-        o[:, rows] = _by_token(mixed, batch, heads)
+        o[:, rows] = _by_token(mixed, batch, rows.stop - rows.start, heads)
         lse[..., rows] = norm
     return o, lse
 
@@ -96,7 +96,7 @@ def _backward(
     window: int,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    batch, _, heads, _ = q.shape
+    batch, length, heads, _ = q.shape
     groups, dtype = k.shape[2], math_dtype(q.dtype)
     keys, values = _by_head(k.to(dtype), groups), _by_head(v.to(dtype), groups)
     grad_q = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -113,14 +113,16 @@ def _backward(
         grad_p = torch.bmm(grads, values[:, cols].transpose(1, 2))
         grad_scores = grad_p.sub_(shift[..., rows].reshape(norm.shape)).mul_(p)
         grad_keys[:, cols].baddbmm_(grad_scores.transpose(1, 2), queries)
-        grad_q[:, rows] = _by_token(torch.bmm(grad_scores, keys[:, cols]).mul_(scale), batch, heads)
+        grad_q[:, rows] = _by_token(
+            torch.bmm(grad_scores, keys[:, cols]).mul_(scale), batch, rows.stop - rows.start, heads
+        )
     grad_sinks = q.new_empty(0)
     if sinks is not None:
         grad_sinks = -((sinks.to(dtype).view(-1, 1) - lse).exp_() * shift).sum((0, 2)).to(sinks.dtype)
     return (
         grad_q,
-        _by_token(grad_keys, batch, groups, k.dtype),
-        _by_token(grad_values, batch, groups, v.dtype),
+        _by_token(grad_keys, batch, length, groups, k.dtype),
+        _by_token(grad_values, batch, length, groups, v.dtype),
         grad_sinks,
     )
 
@@ -216,10 +218,9 @@ def _by_head(x: Tensor, groups: int) -> Tensor:
     return split.reshape(batch * groups, repeat * length, width)
 
 
-def _by_token(x: Tensor, batch: int, heads: int, dtype: torch.dtype | None = None) -> Tensor:
+def _by_token(x: Tensor, batch: int, length: int, heads: int, dtype: torch.dtype | None = None) -> Tensor:
     """[B*G,R*t,D] -> [B,t,H,D], contiguous, in `dtype` if given."""
-    groups, rows, width = x.shape
-    x = x.view(batch, heads, groups * rows // (batch * heads), width).transpose(1, 2)
+    x = x.view(batch, heads, length, x.shape[2]).transpose(1, 2)
     return torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device).copy_(x)
 
 
