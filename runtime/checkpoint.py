@@ -1,0 +1,216 @@
+"""Checkpoints of a run: `FOLDER/step-00000100/` by torch.distributed.checkpoint, and `FOLDER/LATEST` naming one.
+
+Saving:
+1. write tensors and then `moec.json` (everything else) into a partial folder, and flush both to disk;
+2. rename it to its final name; 3. rewrite LATEST the same way; 4. remove checkpoints beyond the newest `keep`.
+A kill at any point leaves the last good checkpoint, and LATEST names a whole one.
+
+Loading checks everything before it changes anything: every name, shape and dtype, the fingerprint of model and plan,
+and the size of each file. A name that is missing or left over is an error.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from moec.compiler.errors import CheckpointError
+from moec.runtime import durable, random_state
+from moec.runtime.state import StepState
+
+FORMAT = 1
+LATEST = "LATEST"
+MANIFEST = "moec.json"
+_STEP = "step-"
+_NAMED = 5
+
+
+def save_checkpoint(
+    folder: Path,
+    state: StepState,
+    *,
+    fingerprint: Mapping[str, Any],
+    data: Mapping[str, Any] | None = None,
+    keep: int = 3,
+) -> Path:
+    """Save a run between two steps and return the new checkpoint's folder.
+
+    fingerprint: JSON values that must be equal at load, nested by field. data: the position of the batches.
+    keep: how many checkpoints stay, this one included. Raises CheckpointError when the disk refuses.
+    """
+    if keep < 1:
+        raise CheckpointError(f"keep is {keep}", hint="keep at least one checkpoint")
+    final = folder / f"{_STEP}{state.step:08d}"
+    partial = folder / f"{durable.PARTIAL}{final.name}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        durable.remove_partials(folder)
+        writer = dcp.FileSystemWriter(partial, sync_files=True)
+        dcp.save(state.tensors(), storage_writer=writer, no_dist=True)
+        durable.write_file(partial / MANIFEST, _manifest(partial, state, fingerprint, data))
+        durable.publish(partial, final)
+        durable.write_file(folder / LATEST, f"{final.name}\n".encode())
+        for old in _steps(folder)[:-keep]:
+            if old != final:
+                durable.remove_folder(old)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise CheckpointError(
+            f"the checkpoint of step {state.step} could not be written",
+            where=str(folder),
+            why=error.strerror or str(error),
+            hint="free space or choose another folder; the checkpoint before it is whole",
+        ) from error
+    return final
+
+
+def load_checkpoint(
+    path: Path,
+    state: StepState,
+    *,
+    fingerprint: Mapping[str, Any],
+    restore_data: Callable[[Mapping[str, Any]], None] | None = None,
+) -> None:
+    """Load a checkpoint's folder into `state` in place, then the data position, then the random generators.
+
+    Afterwards the run goes on bit for bit as it would have without the stop. Raises CheckpointError, with `state`
+    untouched, when the checkpoint is incomplete or belongs to another model or plan.
+    """
+    manifest = _read_manifest(path)
+    _check_fingerprint(path, manifest["fingerprint"], fingerprint)
+    tensors = state.tensors()
+    _check_tensors(path, tensors)
+    _check_paths(path, "optimizer updates", manifest["updates"], state.updates)
+    if restore_data is not None:
+        if manifest["data"] is None:
+            raise CheckpointError("the checkpoint holds no data position", where=str(path))
+        restore_data(manifest["data"])
+    dcp.load(tensors, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+    state.step = manifest["step"]
+    state.updates.update(manifest["updates"])
+    state.clear_gradients()
+    random_state.restore(manifest["random"])
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    """The checkpoint that LATEST names, or the newest one if that is gone; None when there is none."""
+    pointer = folder / LATEST
+    if pointer.is_file():
+        named = folder / pointer.read_text().strip()
+        if (named / MANIFEST).is_file():
+            return named
+    whole = _steps(folder)
+    return whole[-1] if whole else None
+
+
+def _steps(folder: Path) -> list[Path]:
+    """All whole checkpoints, oldest step first."""
+    return sorted(
+        (path.parent for path in folder.glob(f"{_STEP}*/{MANIFEST}")), key=lambda path: int(path.name[len(_STEP) :])
+    )
+
+
+def _manifest(partial: Path, state: StepState, fingerprint: Mapping[str, Any], data: Mapping[str, Any] | None) -> bytes:
+    content = {
+        "format": FORMAT,
+        "step": state.step,
+        "torch": torch.__version__,
+        "fingerprint": fingerprint,
+        "data": data,
+        "updates": state.updates,
+        "aliases": state.aliases,
+        "files": {file.name: file.stat().st_size for file in sorted(partial.iterdir())},
+        "random": random_state.capture(),
+    }
+    return json.dumps(content).encode()
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    file = path / MANIFEST
+    if not file.is_file():
+        raise CheckpointError(
+            f"no checkpoint in {path}",
+            why=f"there is no {MANIFEST}",
+            hint="give a folder named step-..., as listed beside LATEST",
+        )
+    try:
+        manifest: dict[str, Any] = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise _damaged(path, f"{MANIFEST} is no JSON: {error}") from error
+    if manifest.get("format") != FORMAT:
+        raise CheckpointError(
+            f"the checkpoint has format {manifest.get('format')}, this version reads {FORMAT}",
+            where=str(path),
+            hint="load it with the version of moec that wrote it",
+        )
+    for name, size in manifest["files"].items():
+        found = (path / name).stat().st_size if (path / name).is_file() else None
+        if found != size:
+            raise _damaged(path, f"{name} has {found} bytes instead of {size}" if found else f"{name} is missing")
+    return manifest
+
+
+def _damaged(path: Path, why: str) -> CheckpointError:
+    return CheckpointError(
+        "the checkpoint is damaged", where=str(path), why=why, hint="load an older one from the same folder"
+    )
+
+
+def _check_fingerprint(path: Path, saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    then, now = _flatten(saved), _flatten(json.loads(json.dumps(here)))
+    differing = [name for name in sorted(then.keys() | now.keys()) if then.get(name, ...) != now.get(name, ...)]
+    if differing:
+        name = differing[0]
+        others = f" (and {len(differing) - 1} more: {', '.join(differing[1:_NAMED])})" if differing[1:] else ""
+        raise CheckpointError(
+            f"the checkpoint belongs to another model or plan: {name} was {then.get(name, 'absent')}, "
+            f"now it is {now.get(name, 'absent')}{others}",
+            where=str(path),
+            hint="compile with the model and plan of the checkpoint, or start a new run in another folder",
+        )
+
+
+def _flatten(fields: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(fields, Mapping):
+        return {prefix: fields}
+    flat: dict[str, Any] = {}
+    for name, value in fields.items():
+        flat |= _flatten(value, f"{prefix}.{name}" if prefix else name)
+    return flat
+
+
+def _check_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    _check_paths(path, "tensors", stored, tensors)
+    for name, tensor in tensors.items():
+        entry = stored[name]
+        shape, dtype = list(entry.size), entry.properties.dtype  # type: ignore[union-attr]
+        if shape != list(tensor.shape) or dtype != tensor.dtype:
+            raise CheckpointError(
+                f"the checkpoint belongs to another model: {name} is {dtype} {shape} there, "
+                f"here it is {tensor.dtype} {list(tensor.shape)}",
+                where=str(path),
+            )
+
+
+def _check_paths(path: Path, what: str, saved: Iterable[str], here: Iterable[str]) -> None:
+    missing, unexpected = sorted(set(here) - set(saved)), sorted(set(saved) - set(here))
+    if missing or unexpected:
+        raise CheckpointError(
+            f"the checkpoint's {what} do not fit the model",
+            where=str(path),
+            why="; ".join(
+                f"{kind}: {', '.join(names[:_NAMED])}"
+                + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+                for kind, names in (("missing", missing), ("unexpected", unexpected))
+                if names
+            ),
+            hint="load it into the model it was saved from",
+        )

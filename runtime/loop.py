@@ -1,0 +1,183 @@
+"""The training loop: batches through a compiled step, with metrics, progress, checkpoints and exact resume.
+
+A run's folder holds `metrics.jsonl`, `checkpoints/`, and `tensorboard/` when asked for. For steps start+1 .. steps:
+1. take a batch; 2. run the step; 3. stop when the loss is not finite; 4. write the metrics; 5. save a checkpoint every
+`checkpoint_every` steps and after the last one.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from moec.compiler.errors import CheckpointError, NonFiniteError, PlanError
+from moec.runtime.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from moec.runtime.metrics import METRICS, JsonLines, Sink, TensorBoard
+from moec.runtime.progress import TrainingProgress
+from moec.runtime.protocol import Batches, CompiledStep, StepResult
+
+CHECKPOINTS = "checkpoints"
+
+
+@dataclass(frozen=True)
+class TrainSummary:
+    """What one call of `train` did.
+
+    first_step, last_step: completed steps at the start and at the end. losses: of the steps between, in nats per
+    token. tokens: processed in them. seconds: spent in the loop, checkpoints included. checkpoint: the last one.
+    """
+
+    first_step: int
+    last_step: int
+    losses: tuple[float, ...]
+    tokens: int
+    seconds: float
+    checkpoint: Path
+
+
+def train(
+    step: CompiledStep,
+    data: Batches,
+    *,
+    steps: int,
+    out: str | Path,
+    resume: bool = False,
+    checkpoint_every: int = 0,
+    keep: int = 3,
+    tensorboard: bool = False,
+    on_step: Callable[[int, StepResult], None] | None = None,
+    console: Console | None = None,
+) -> TrainSummary:
+    """Train until `steps` optimizer steps are completed, those before a resume included.
+
+    resume: go on from the last checkpoint in `out`, or from the beginning if the run was stopped before its first.
+    checkpoint_every: steps between checkpoints, 0 for one at the end only. keep: how many stay.
+    on_step: called after each step with the number of completed steps and the result.
+
+    Raises CheckpointError when `out` holds a run and `resume` is not set, or when there is nothing to resume, and
+    NonFiniteError when loss or gradients are not finite; it names the last good checkpoint. Gradients are checked
+    before the update, so the weights are those of the step before; a loss that is not finite although its gradients
+    are is found after the update.
+    """
+    if steps < 1:
+        raise PlanError(f"steps is {steps}", hint="train for at least one step")
+    run = _Run(step, data, Path(out), keep, console or Console())
+    start = run.resume() if resume else run.start()
+    run.console.print(data.describe(), highlight=False, markup=False, soft_wrap=True)
+    losses: list[float] = []
+    tokens, began = 0, time.perf_counter()
+    with ExitStack() as stack:
+        sinks: list[Sink] = [stack.enter_context(closing(JsonLines(run.out, start)))]
+        if tensorboard:
+            sinks.append(stack.enter_context(closing(TensorBoard(run.out, start))))
+        progress = stack.enter_context(TrainingProgress(run.console, start, steps))
+        for number in range(start + 1, steps + 1):
+            record, result = run.step(number)
+            for sink in sinks:
+                sink.write(number, record)
+            progress.show(number, record["loss"], record["tokens_per_second"])
+            losses.append(record["loss"])
+            tokens += result.tokens
+            if on_step is not None:
+                on_step(number, result)
+            if number == steps or (checkpoint_every and number % checkpoint_every == 0):
+                run.save()
+    return TrainSummary(
+        first_step=start,
+        last_step=step.state.step,
+        losses=tuple(losses),
+        tokens=tokens,
+        seconds=time.perf_counter() - began,
+        checkpoint=run.last_checkpoint(),
+    )
+
+
+@dataclass
+class _Run:
+    """One run and its folder."""
+
+    compiled: CompiledStep
+    data: Batches
+    out: Path
+    keep: int
+    console: Console
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.out / CHECKPOINTS
+
+    def start(self) -> int:
+        """Make the folder of a new run; returns the completed steps."""
+        if (self.out / METRICS).exists() or latest_checkpoint(self.checkpoints) is not None:
+            raise CheckpointError(
+                f"{self.out} already holds a run",
+                hint="resume it (--resume), or train into another folder",
+            )
+        self.out.mkdir(parents=True, exist_ok=True)
+        return self.compiled.state.step
+
+    def resume(self) -> int:
+        """Load the last checkpoint; returns the completed steps."""
+        if not self.out.is_dir():
+            raise CheckpointError(f"there is no run in {self.out} to resume", hint="check the folder given as out")
+        latest = latest_checkpoint(self.checkpoints)
+        if latest is None:
+            self.console.print(f"no checkpoint in {self.out} yet, starting from the beginning", soft_wrap=True)
+            return self.compiled.state.step
+        load_checkpoint(
+            latest,
+            self.compiled.state,
+            fingerprint=self.compiled.fingerprint,
+            restore_data=self.data.load_state_dict,
+        )
+        self.console.print(f"resuming from {latest}", highlight=False, markup=False, soft_wrap=True)
+        return self.compiled.state.step
+
+    def step(self, number: int) -> tuple[dict[str, float], StepResult]:
+        """Run one step; returns its record for the metrics and its result."""
+        began = time.perf_counter()
+        try:
+            result = self.compiled(next(self.data))
+        except NonFiniteError as error:
+            raise NonFiniteError(error.what, where=error.where, why=error.why, hint=self._way_back()) from error
+        loss = float(result.loss)
+        if not math.isfinite(loss):
+            raise NonFiniteError(
+                f"step {number}: the loss is {loss}",
+                why="the gradients were finite, so the update was made",
+                hint=self._way_back(),
+            )
+        seconds = time.perf_counter() - began
+        record = {
+            "loss": loss,
+            "gradient_norm": float(result.gradient_norm),
+            "tokens": result.tokens,
+            "seconds": seconds,
+            "tokens_per_second": result.tokens / seconds,
+        }
+        return record | {name: float(value) for name, value in result.metrics.items()}, result
+
+    def save(self) -> None:
+        save_checkpoint(
+            self.checkpoints,
+            self.compiled.state,
+            fingerprint=self.compiled.fingerprint,
+            data=self.data.state_dict(),
+            keep=self.keep,
+        )
+
+    def last_checkpoint(self) -> Path:
+        latest = latest_checkpoint(self.checkpoints)
+        assert latest is not None, "the last step saves one"
+        return latest
+
+    def _way_back(self) -> str:
+        latest = latest_checkpoint(self.checkpoints)
+        found = f"the last good checkpoint is {latest}" if latest else "there is no checkpoint yet"
+        return f"{found}; lower the learning rate or look at this batch, then resume"

@@ -1,0 +1,135 @@
+"""Gradient clipping and AdamW over a `StepState`, as an emitted step calls them after its last microbatch.
+
+    groups = parameter_groups(state)
+    norm = clip_gradients(state, max_norm=1.0)
+    adamw(state, groups["decay"], lr=lr, weight_decay=0.1, ...)
+    adamw(state, groups["no_decay"], lr=lr, weight_decay=0.0, ...)
+
+NaN policy: `clip_gradients` raises NonFiniteError when the global norm is not finite, before anything is scaled or
+updated, so the weights, the masters and the moments are those of the last good step. It waits for the device once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw as torch_adamw
+
+from moec.compiler.errors import NonFiniteError
+from moec.runtime.state import StepState
+
+_FUSED_DEVICES = ("cpu", "cuda")
+_NAMED_PATHS = 3
+
+
+@torch.no_grad()
+def clip_gradients(state: StepState, max_norm: float | None) -> Tensor:
+    """Scale all gradients by min(1, max_norm / (norm + 1e-6)); returns the global L2 norm before scaling, a scalar.
+
+    The formula is that of `torch.nn.utils.clip_grad_norm_`. max_norm=None only measures. With no gradient the norm is
+    0. Raises NonFiniteError naming the step and the first parameters whose gradients hold NaN or infinity.
+    """
+    gradients = list(state.gradients.values())
+    if not gradients:
+        return torch.zeros(())
+    norm = torch.nn.utils.get_total_norm(gradients)
+    if not torch.isfinite(norm):
+        raise _non_finite(state, norm)
+    if max_norm is not None:
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        for members in _by_device_and_dtype(state.gradients).values():
+            torch._foreach_mul_(
+                [state.gradients[path] for path in members], factor.to(state.gradients[members[0]].device)
+            )
+    return norm
+
+
+@torch.no_grad()
+def adamw(
+    state: StepState,
+    group: Iterable[str],
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """One AdamW update (Loshchilov and Hutter, arXiv 1711.05101) of the paths in `group` that have a gradient.
+
+    Semantics of `torch.optim.AdamW`, bias correction counted per parameter. Masters are updated where they exist and
+    then rounded to the weights; nothing else is written. Uses torch's fused update where the device has one.
+    """
+    active = {path: state.gradients[path] for path in group if path in state.gradients}
+    for (device, _), paths in _by_device_and_dtype(active).items():
+        fused = device.type in _FUSED_DEVICES
+        counts = torch.tensor([float(state.updates[path]) for path in paths], device=device if fused else "cpu")
+        torch_adamw(
+            [state.masters[path] if path in state.masters else state.weights[path].detach() for path in paths],
+            [active[path] for path in paths],
+            [state.exp_avg[path] for path in paths],
+            [state.exp_avg_sq[path] for path in paths],
+            [],
+            list(counts.unbind()),
+            foreach=not fused,
+            fused=fused,
+            amsgrad=False,
+            beta1=betas[0],
+            beta2=betas[1],
+            lr=lr,
+            weight_decay=weight_decay,
+            eps=eps,
+            maximize=False,
+        )
+        for path in paths:
+            state.updates[path] += 1
+    rounded = [path for path in active if path in state.masters]
+    if rounded:
+        torch._foreach_copy_(
+            [state.weights[path].detach() for path in rounded], [state.masters[path] for path in rounded]
+        )
+
+
+def parameter_groups(state: StepState) -> dict[str, list[str]]:
+    """Trainable paths split into "decay" and "no_decay", each in module order.
+
+    No decay for vectors and scalars (norms, biases), and by name for A_log, dt_bias, stacked biases, convolution
+    weights and the vectors of attention residuals, which some models store with extra dimensions.
+    """
+    groups: dict[str, list[str]] = {"decay": [], "no_decay": []}
+    for path in state.trainable:
+        groups["decay" if _decays(path, state.weights[path]) else "no_decay"].append(path)
+    return groups
+
+
+_NO_DECAY_LEAF = re.compile(r"A_log|(.*_)?bias")
+_NO_DECAY_OWNER = re.compile(r"(.*_)?conv(1d)?(_.*)?|(.*_)?res_(proj|norm)(_.*)?")
+
+
+def _decays(path: str, weight: Tensor) -> bool:
+    if weight.ndim <= 1:
+        return False
+    *_, owner, leaf = ("", *path.split("."))
+    # Only the innermost module counts: a block named "conv" may hold ordinary projections.
+    return not (_NO_DECAY_LEAF.fullmatch(leaf) or _NO_DECAY_OWNER.fullmatch(owner) or _NO_DECAY_OWNER.fullmatch(leaf))
+
+
+def _by_device_and_dtype(tensors: Mapping[str, Tensor]) -> dict[tuple[torch.device, torch.dtype], list[str]]:
+    groups: dict[tuple[torch.device, torch.dtype], list[str]] = defaultdict(list)
+    for path, tensor in tensors.items():
+        groups[tensor.device, tensor.dtype].append(path)
+    return groups
+
+
+def _non_finite(state: StepState, norm: Tensor) -> NonFiniteError:
+    bad = [path for path, gradient in state.gradients.items() if not torch.isfinite(gradient).all()]
+    named = ", ".join(bad[:_NAMED_PATHS]) + (f" and {len(bad) - _NAMED_PATHS} more" if len(bad) > _NAMED_PATHS else "")
+    return NonFiniteError(
+        f"step {state.step + 1}: the global gradient norm is {float(norm)}; no weight was changed",
+        where=f"gradients of {named}" if bad else "the sum of squares, although every gradient is finite",
+        why="NaN or infinity came out of forward or backward" if bad else "the gradients are too large for float32",
+        hint="lower the learning rate, look at this batch, or resume from the last checkpoint",
+    )

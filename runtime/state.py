@@ -1,0 +1,201 @@
+"""The state of a training run: weights, buffers, gradients and AdamW's moments, all by module path.
+
+Invariants:
+1. `weights` and `buffers` hold the caller's own tensors; every update is made in place on them.
+2. A tied weight has several paths and one tensor. The first path in module order owns it: gradients, master and
+   moments exist under that path only, and `aliases` leads from each other path to it.
+3. Sums and moments are float32 (float64 for float64 weights). A half or bfloat16 weight has a float32 master, which is
+   what the optimizer changes; the weight is its rounded copy.
+4. A parameter without an entry in `gradients` is not touched by the optimizer, not even by weight decay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from moec.compiler.errors import ArtifactError, UnsupportedModelError
+
+
+@dataclass
+class StepState:
+    """Everything that a step reads and writes beside its batch.
+
+    weights, buffers: path -> tensor; aliases of tied tensors are keys too and give the same tensor.
+    trainable: paths of owning weights that the optimizer may change.
+    without_gradient: paths that require a gradient but by design never get one (modules run under no_grad).
+    aliases: other path of a tied weight or buffer -> owning path.
+    derived_buffers: buffers that the model computes itself and leaves out of its own state_dict.
+    masters, exp_avg, exp_avg_sq: trainable path -> tensor of the weight's shape.
+    gradients: trainable path -> sum over the microbatches so far.
+    updates: trainable path -> how often the optimizer has changed it (the step of AdamW's bias correction).
+    step: completed optimizer steps.
+    """
+
+    weights: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    trainable: tuple[str, ...]
+    without_gradient: tuple[str, ...] = ()
+    aliases: dict[str, str] = field(default_factory=dict)
+    derived_buffers: frozenset[str] = frozenset()
+    step: int = 0
+    masters: dict[str, Tensor] = field(init=False)
+    exp_avg: dict[str, Tensor] = field(init=False)
+    exp_avg_sq: dict[str, Tensor] = field(init=False)
+    gradients: dict[str, Tensor] = field(init=False, default_factory=dict)
+    updates: dict[str, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        weights = {path: self.weights[path].detach() for path in self.trainable}
+        self.masters = {
+            path: weight.to(sum_dtype(weight.dtype))
+            for path, weight in weights.items()
+            if weight.dtype != sum_dtype(weight.dtype)
+        }
+        self.exp_avg = {path: _zeros(weight) for path, weight in weights.items()}
+        self.exp_avg_sq = {path: _zeros(weight) for path, weight in weights.items()}
+        self.updates = dict.fromkeys(self.trainable, 0)
+
+    @classmethod
+    def from_module(cls, module: nn.Module, without_gradient: Iterable[str] = ()) -> StepState:
+        """State over a module's own parameters and buffers, sharing their storage.
+
+        without_gradient: parameters to leave out of training although they require a gradient; a path that is no
+        parameter is an error. Frozen parameters (requires_grad=False) are weights that nothing changes.
+        Raises UnsupportedModelError for parameters without data, and for different trainable ones that share memory.
+        """
+        weights = dict(module.named_parameters(remove_duplicate=False))
+        buffers = dict(module.named_buffers(remove_duplicate=False))
+        aliases = _aliases(weights) | _aliases(buffers)
+        left_out = tuple(without_gradient)
+        _check_weights(weights, left_out)
+        skipped = {aliases.get(path, path) for path in left_out}
+        trainable = tuple(
+            path
+            for path, weight in weights.items()
+            if weight.requires_grad and path not in aliases and path not in skipped
+        )
+        _check_memory({path: weights[path] for path in trainable})
+        saved = set(module.state_dict())
+        return cls(
+            weights=dict[str, Tensor](weights),
+            buffers=buffers,
+            trainable=trainable,
+            without_gradient=left_out,
+            aliases=aliases,
+            derived_buffers=frozenset(path for path in buffers if path not in saved),
+        )
+
+    def owner(self, path: str) -> str:
+        """The path under which a weight's gradient and moments are kept: itself, or the first of its tied names."""
+        return self.aliases.get(path, path)
+
+    @torch.no_grad()
+    def accumulate(self, path: str, gradient: Tensor) -> None:
+        """Add one microbatch's gradient of a weight; all names of a tied weight add to one sum.
+
+        The first gradient is copied, so the caller's tensor may be expanded, or be shared between parameters.
+        """
+        path = self.owner(path)
+        if path not in self.exp_avg:
+            raise ArtifactError(
+                f"a gradient arrived for {path}, which is not trained",
+                where=f"step {self.step + 1}",
+                why="it is frozen, unknown, or listed as a parameter without gradient",
+                hint="compile the model again after changing requires_grad",
+            )
+        if gradient.shape != self.weights[path].shape:
+            raise ArtifactError(
+                f"the gradient of {path} has shape {list(gradient.shape)}, "
+                f"the weight has {list(self.weights[path].shape)}",
+                where=f"step {self.step + 1}",
+                hint="if step.py was edited, check the line that accumulates it",
+            )
+        total = self.gradients.get(path)
+        if total is None:
+            self.gradients[path] = torch.empty_like(self.exp_avg[path]).copy_(gradient)
+        else:
+            total.add_(gradient)
+
+    def clear_gradients(self) -> None:
+        """Forget all sums; called before the first microbatch of a step."""
+        self.gradients.clear()
+
+    @torch.no_grad()
+    def refresh_masters(self) -> None:
+        """Read the masters again from the weights; needed after anything but the step wrote to the weights."""
+        for path, master in self.masters.items():
+            master.copy_(self.weights[path])
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All persistent tensors under flat names, "weights.PATH", "exp_avg.PATH" ...; tied tensors once."""
+        groups: Mapping[str, Mapping[str, Tensor]] = {
+            "weights": self.weights,
+            "buffers": self.buffers,
+            "masters": self.masters,
+            "exp_avg": self.exp_avg,
+            "exp_avg_sq": self.exp_avg_sq,
+        }
+        return {
+            f"{group}.{path}": tensor.detach()
+            for group, members in groups.items()
+            for path, tensor in members.items()
+            if path not in self.aliases
+        }
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which gradients of a weight are summed and its moments are kept."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _zeros(weight: Tensor) -> Tensor:
+    return torch.zeros_like(weight, dtype=sum_dtype(weight.dtype), requires_grad=False)
+
+
+def _aliases(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    first: dict[int, str] = {}
+    owners = {path: first.setdefault(id(tensor), path) for path, tensor in tensors.items()}
+    return {path: owner for path, owner in owners.items() if path != owner}
+
+
+def _check_weights(weights: Mapping[str, Tensor], left_out: tuple[str, ...]) -> None:
+    unknown = [path for path in left_out if path not in weights]
+    if unknown:
+        raise UnsupportedModelError(
+            f"{', '.join(unknown)} is listed as without gradient, but is no parameter of the model",
+            hint="list parameter paths as model.named_parameters() gives them",
+        )
+    for path, weight in weights.items():
+        if weight.is_meta:
+            raise UnsupportedModelError(
+                f"parameter {path} has no data",
+                why="it is on the meta device",
+                hint="load or initialise the weights before training; compiling alone needs none",
+            )
+
+
+def _check_memory(weights: Mapping[str, Tensor]) -> None:
+    """Two parameters over one memory would be updated twice, each with its own moments."""
+    spans = sorted(
+        (str(weight.device), weight.data_ptr(), weight.data_ptr() + _extent(weight), path)
+        for path, weight in weights.items()
+        if weight.numel()
+    )
+    for (device, _, end, path), (other_device, start, _, other) in pairwise(spans):
+        if device == other_device and start < end:
+            raise UnsupportedModelError(
+                f"parameters {path} and {other} share memory but are different parameters",
+                why="each would get its own gradient and moments, and the same memory two updates",
+                hint=f"tie them as one parameter: the module of {other} must hold the same nn.Parameter object",
+            )
+
+
+def _extent(weight: Tensor) -> int:
+    """Bytes from a tensor's first to behind its last element."""
+    last = sum((size - 1) * stride for size, stride in zip(weight.shape, weight.stride(), strict=True))
+    return (last + 1) * weight.element_size()
