@@ -1,0 +1,238 @@
+"""Rewriting by rules: the loop over a graph that every recognising pass uses, and the edit of one match.
+
+A pass lists its `Rule`s, most specific first, and its `Sign`s: small patterns that show that something of the kind
+was meant. `apply_rules` walks the graph once from the results to the inputs, so that larger patterns are tried
+before the parts they contain; every sign that is left afterwards becomes a near miss, with the reason why the rule
+that got furthest from there did not apply.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from moec.compiler.graph import Unit, module_path, tensor_meta
+from moec.compiler.pass_manager import Report
+from moec.compiler.pattern import Failure, Match, Pattern, describe, match, root_targets
+
+
+class Refused(Exception):
+    """Raised by a rewrite that finds a match not to be equivalent after all; the text is the near miss's reason."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A pattern and its rewrite, which returns what the match became, for the report, or raises Refused.
+
+    outputs: captured nodes that are results too, beside the root, and may be used anywhere.
+    """
+
+    what: str
+    pattern: Pattern
+    rewrite: Callable[[Match, Rewriter], str]
+    outputs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Sign:
+    """A pattern that shows that `what` was meant; `otherwise` is the reason given when no rule came near it."""
+
+    what: str
+    pattern: Pattern
+    otherwise: str
+
+
+@dataclass
+class Rewriter:
+    """Inserts the replacement of one match, with the metadata of what it replaces."""
+
+    graph: fx.Graph
+    nodes: Sequence[fx.Node]
+    root: fx.Node
+    created: list[fx.Node] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._before = self.root
+        self._meta = _shared_meta(self.root, self.nodes)
+
+    def after_inputs(self, inputs: Iterable[fx.Node], outputs: Iterable[fx.Node]) -> None:
+        """Insert as soon as all `inputs` are there, because one of the `outputs` is used before the root.
+
+        Raises Refused when some output is used before the last input is computed.
+        """
+        last = max(inputs)
+        inside = set(self.nodes)
+        for output in outputs:
+            for user in output.users:
+                if user not in inside and user < last:
+                    raise Refused(f"{describe(output)} is used before {describe(last)} is computed")
+        while last.next.op == "placeholder":
+            last = last.next
+        self._before = last.next
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """A new call, with `meta["val"]` computed by running it on the fake values of its arguments."""
+        with self.graph.inserting_before(self._before):
+            node = self.graph.create_node("call_function", target, args, kwargs, name=_value_name(target))
+        node.meta.update(self._meta)
+        node.meta["val"] = fake_result(node)
+        self.created.append(node)
+        return node
+
+    def results(self, target: Any, *args: Any, count: int) -> tuple[fx.Node, ...]:
+        """The `count` results of an op that returns a tuple."""
+        node = self.call(target, *args)
+        return tuple(self.call(operator.getitem, node, index) for index in range(count))
+
+    def replace(self, old: fx.Node, new: fx.Node) -> None:
+        """Let all users of `old` use `new`; raises Refused unless shape and dtype are the same."""
+        before, after = tensor_meta(old), tensor_meta(new)
+        if before is not None and after is not None:
+            if before.dtype != after.dtype:
+                raise Refused(f"the result is {_short(before.dtype)}, the op would give {_short(after.dtype)}")
+            if before.dim() != after.dim() or any(a != b for a, b in zip(before.shape, after.shape, strict=True)):
+                raise Refused(f"the result has shape {list(before.shape)}, the op would give {list(after.shape)}")
+        old.replace_all_uses_with(new)
+
+    def drop_created(self) -> None:
+        """Take back what a refused rewrite has inserted."""
+        for node in reversed(self.created):
+            self.graph.erase_node(node)
+
+
+def apply_rules(unit: Unit, rules: Sequence[Rule], report: Report, signs: Sequence[Sign] = ()) -> None:
+    """Rewrite `unit.graph` by `rules` and fill `report`."""
+    table: dict[Any, list[Rule]] = {}
+    for rule in rules:
+        for target in root_targets(rule.pattern):
+            table.setdefault(target, []).append(rule)
+    failures: dict[fx.Node, Failure] = {}
+    gone: set[fx.Node] = set()
+    for node in list(unit.graph.nodes)[::-1]:
+        if node in gone or node.op != "call_function":
+            continue
+        for rule in table.get(node.target, ()):
+            found = match(rule.pattern, node, rule.outputs)
+            if isinstance(found, Match):
+                found = rewrite_match(unit.graph, rule, found, report, gone)
+            if found is None:
+                break
+            for seen in found.nodes:
+                if seen not in failures or len(failures[seen].nodes) <= len(found.nodes):
+                    failures[seen] = found
+    report_signs(unit.graph, signs, report, failures)
+
+
+def rewrite_match(
+    graph: fx.Graph, rule: Rule, found: Match, report: Report, gone: set[fx.Node] | None = None
+) -> Failure | None:
+    """Rewrite one match and report it; the failure when the rewrite refuses. `gone` collects the erased nodes."""
+    rewriter = Rewriter(graph, found.nodes, found.root)
+    try:
+        became = rule.rewrite(found, rewriter)
+    except Refused as refused:
+        rewriter.drop_created()
+        reason = str(refused)
+        return Failure(found.nodes, lambda: reason)
+    report.match(rewriter.created[-1] if rewriter.created else found.root, became)
+    erased = erase_dead(graph, [found.root, *found.nodes, *rewriter.created])
+    if gone is not None:
+        gone |= erased
+    return None
+
+
+def report_signs(
+    graph: fx.Graph, signs: Sequence[Sign], report: Report, failures: dict[fx.Node, Failure] | None = None
+) -> None:
+    """A near miss for every place where a sign still matches, one per node."""
+    table: dict[Any, list[Sign]] = {}
+    for sign in signs:
+        for target in root_targets(sign.pattern):
+            table.setdefault(target, []).append(sign)
+    for node in graph.nodes:
+        for sign in table.get(node.target, ()) if node.op == "call_function" else ():
+            if isinstance(match(sign.pattern, node, exclusive=False), Match):
+                failure = (failures or {}).get(node)
+                report.near_miss(node, sign.what, failure.reason if failure else sign.otherwise)
+                break
+
+
+def erase_dead(graph: fx.Graph, start: Iterable[fx.Node]) -> set[fx.Node]:
+    """Erase the nodes of `start` that nothing uses, and whatever only they used; returns the erased nodes."""
+    erased: set[fx.Node] = set()
+    waiting = list(start)
+    while waiting:
+        node = waiting.pop()
+        if node in erased or node.users or node.op in ("placeholder", "output") or node.is_impure():
+            continue
+        waiting += node.all_input_nodes
+        graph.erase_node(node)
+        erased.add(node)
+    return erased
+
+
+def fake_result(node: fx.Node) -> Any:
+    """What the call yields on the fake values of its arguments; None where those are not known."""
+    known = True
+
+    def of(argument: fx.Node) -> Any:
+        nonlocal known
+        known = known and "val" in argument.meta
+        return argument.meta.get("val")
+
+    args, kwargs = fx.map_arg((node.args, node.kwargs), of)
+    mode = _fake_mode((args, kwargs))
+    if not known or mode is None:
+        return None
+    with torch.no_grad(), mode:
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _fake_mode(values: Any) -> FakeTensorMode | None:
+    for leaf in torch.utils._pytree.tree_leaves(values):
+        if isinstance(leaf, torch._subclasses.FakeTensor):
+            return leaf.fake_mode
+    return None
+
+
+def _shared_meta(root: fx.Node, nodes: Sequence[fx.Node]) -> dict[str, Any]:
+    """The root's metadata, moved up to the innermost module that holds all matched nodes."""
+    paths = [path.split(".") for path in map(module_path, [root, *nodes]) if path]
+    path = ".".join(_shared_prefix(paths))
+    meta: dict[str, Any] = {}
+    if "stack_trace" in root.meta:
+        meta["stack_trace"] = root.meta["stack_trace"]
+    if root.meta.get("custom"):
+        custom = dict(root.meta["custom"])
+        meta["custom"] = custom | {"path": path} if "path" in custom else custom
+    for key in ("nn_module_stack", "fwd_nn_module_stack"):
+        stacks = [list(node.meta[key].items()) for node in [root, *nodes] if node.meta.get(key)]
+        if key in root.meta and stacks:
+            meta[key] = dict(_shared_prefix(stacks)) or root.meta[key]
+    return meta
+
+
+def _shared_prefix(rows: Sequence[list[Any]]) -> list[Any]:
+    shared = rows[0] if rows else []
+    for row in rows[1:]:
+        equal = 0
+        while equal < min(len(shared), len(row)) and shared[equal] == row[equal]:
+            equal += 1
+        shared = shared[:equal]
+    return shared
+
+
+def _value_name(target: Any) -> str:
+    """aten.add.Tensor -> 'add', so that the values of a rewritten graph are named like those of a traced one."""
+    return target._schema.name.split("::")[-1] if isinstance(target, OpOverload) else target.__name__
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
