@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._functorch._aot_autograd.descriptors import (
     AOTInput,
     AOTOutput,
@@ -12,6 +11,7 @@ from torch._functorch._aot_autograd.descriptors import (
     PlainAOTOutput,
     TangentAOTInput,
 )
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 

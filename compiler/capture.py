@@ -54,23 +54,22 @@ def capture(view: TrainingView, plan: Plan, inputs: dict[str, Tensor]) -> Captur
 
     Raises CaptureError with the module path and source line when the model cannot be traced into one graph.
     """
-    module = view.module
+    module, root = view.module, view.module.get_submodule(view.prefix.removesuffix("."))
     mode = fake_mode_of(module)
     with ExitStack() as stack:
         stack.enter_context(view.prepare())
         stack.enter_context(fake_weights(module, mode))
         fakes = {name: fake_like(value, mode) for name, value in inputs.items()}
-        regions = find_regions(module)
+        regions = find_regions(root)
         found = _probe(module, regions, fakes, mode, plan)
         moving = _moving_sizes(module, regions, found, fakes, mode, plan)
-        templates = _capture_templates(module, found, moving, plan)
-        program, results = _capture_outer(module, regions, templates, fakes, plan)
-    return Capture(program, templates, results, _tied(module), list(view.notes), found.near_misses)
+        templates = _capture_templates(root, found, moving, plan)
+        program, results = _capture_outer(view, regions, templates, fakes, plan)
+        tied = _tied(root)
+    return Capture(program, templates, results, tied, list(view.notes), found.near_misses)
 
 
-def _probe(
-    module: nn.Module, regions: dict[str, nn.Module], fakes: dict[str, Tensor], mode: Any, plan: Plan
-) -> Probe:
+def _probe(module: nn.Module, regions: dict[str, nn.Module], fakes: dict[str, Tensor], mode: Any, plan: Plan) -> Probe:
     with mode, torch.enable_grad():
         return _traced("the probe run", lambda: probe(module, regions, lambda: module(**fakes)))
 
@@ -109,12 +108,12 @@ def _moving_sizes(
 
 
 def _capture_templates(
-    module: nn.Module, found: Probe, moving: dict[str, list[set[int]]], plan: Plan
+    root: nn.Module, found: Probe, moving: dict[str, list[set[int]]], plan: Plan
 ) -> dict[str, Template]:
     groups = found.groups()
-    names = template_names([[module.get_submodule(call.path) for call in group] for group in groups], groups)
+    names = template_names([[root.get_submodule(call.path) for call in group] for group in groups], groups)
     return {
-        name: _capture_template(name, group, module.get_submodule(group[0].path), moving[group[0].path], plan)
+        name: _capture_template(name, group, root.get_submodule(group[0].path), moving[group[0].path], plan)
         for name, group in zip(names, groups, strict=True)
     }
 
@@ -154,7 +153,7 @@ def _capture_template(
 
 
 def _capture_outer(
-    module: nn.Module,
+    view: TrainingView,
     regions: dict[str, nn.Module],
     templates: dict[str, Template],
     fakes: dict[str, Tensor],
@@ -166,12 +165,12 @@ def _capture_outer(
         return _calling(*by_path[path], body) if path in by_path else forward
 
     collected: list[str] = []
-    wrapper = _OuterBody(module, tuple(fakes), collected)
+    wrapper = _OuterBody(view.module, tuple(fakes), collected)
     shapes = tuple({value.dim() - 1: _length(plan)} if _has_length(value, plan) else None for value in fakes.values())
     with templates_in_scope(templates), patched_forwards({p: regions[p] for p in by_path}, replace):
         exported = _export(wrapper, tuple(fakes.values()), (shapes,) if plan.dynamic else None, "")
-    flags = {n: tensor.requires_grad for n, tensor in weight_slots(module)}
-    outer = _unit(OUTER, exported, "body.", flags, tuple(fakes), [False] * len(fakes), tuple(collected))
+    flags = {n.removeprefix(view.prefix): tensor.requires_grad for n, tensor in weight_slots(view.module)}
+    outer = _unit(OUTER, exported, f"body.{view.prefix}", flags, tuple(fakes), [False] * len(fakes), tuple(collected))
     program = Program({name: template.unit for name, template in templates.items()} | {OUTER: outer})
     return program, tuple(collected)
 
@@ -214,7 +213,9 @@ def _calling(template: Template, call: RegionCall, body: nn.Module) -> Callable[
         around = current()
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)] + [around[name] for name in call.ambient]
         slots = dict(weight_slots(body))
-        outputs = region(template.name, call.path, tensors, [slots[name] for name in template.weight_names])
+        # A buffer that the layer writes is passed as a copy: autograd must not see its saved value change.
+        weights = [slots[n].clone() if n in template.mutated else slots[n] for n in template.weight_names]
+        outputs = region(template.name, call.path, tensors, weights)
         count = template.result_count - len(template.mutated)
         for name, value in zip(template.mutated, outputs[count:], strict=True):
             slots[name].copy_(value)
@@ -295,10 +296,7 @@ def _unit(
 
 def _inline_constant(module: fx.GraphModule, node: fx.Node, value: Any) -> None:
     target = f"constant_{node.name}"
-    if isinstance(value, Tensor):
-        module.register_buffer(target, value)
-    else:
-        setattr(module, target, value)
+    setattr(module, target, value)
     with module.graph.inserting_after(node):
         attribute = module.graph.get_attr(target)
     attribute.meta.update(node.meta)
@@ -311,7 +309,7 @@ def _set_path(node: fx.Node, prefix: str) -> None:
     path = ""
     if stack:
         path = str(list(stack.values())[-1][0]).removeprefix("L['self'].")
-        path = "" if path == prefix else path.removeprefix(f"{prefix}.")
+        path = "" if path in (prefix, "body") else path.removeprefix(f"{prefix}.")
     node.meta["custom"] = {**(node.meta.get("custom") or {}), "path": path, "line": source_line(node)}
 
 

@@ -26,9 +26,7 @@ def template_names(modules: Sequence[Sequence[nn.Module]], groups: Sequence[Sequ
         prefix = os.path.commonprefix([name for rival in rivals for name in rival]) if len(rivals) > 1 else ""
         words = [snake_case(name[len(prefix) :] or name) for name in own[:2]]
         names.append("_".join([base, *words]))
-    return [
-        name if names.count(name) == 1 else f"{name}_{names[:i].count(name) + 1}" for i, name in enumerate(names)
-    ]
+    return [name if names.count(name) == 1 else f"{name}_{names[:i].count(name) + 1}" for i, name in enumerate(names)]
 
 
 def snake_case(name: str) -> str:

@@ -153,7 +153,7 @@ def item(source: Pattern, index: int, name: str = "") -> Pattern:
 
 def cast(source: Pattern, name: str) -> Pattern:
     """A cast, captured as `name`, or nothing: for roundings that a rewrite has to reproduce."""
-    return _Op(CASTS, (source,), name, False, True, None) | source
+    return _Op(CASTS, (source, anything()), name, False, True, None) | source
 
 
 @dataclass

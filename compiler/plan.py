@@ -65,7 +65,7 @@ class Plan:
     length: int = 512
     accumulation: int = 1
     dtype: Literal["float32", "bfloat16", "float16", "float64"] | None = None
-    packing: bool = True
+    packing: bool = False
     dynamic: Literal["length"] | None = None
     min_length: int = 2
     recompute: tuple[str, ...] = ()
@@ -175,7 +175,9 @@ def _convert(hint: Any, value: Any, name: str) -> Any:
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
-        raise _type_error(name, value, {int: "a whole number", float: "a number", bool: "true or false"}.get(hint, "text"))
+        raise _type_error(
+            name, value, {int: "a whole number", float: "a number", bool: "true or false"}.get(hint, "text")
+        )
     return value
 
 

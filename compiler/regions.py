@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moec.compiler.ambient import ambient_scope, current
+from moec.compiler.ambient import current
 from moec.compiler.pass_manager import NearMiss
 
 MARK = "moec_region"
@@ -126,9 +126,7 @@ def patched_forwards(
 
 def _outermost(candidates: dict[str, nn.Module]) -> dict[str, nn.Module]:
     return {
-        path: body
-        for path, body in candidates.items()
-        if not any(path.startswith(f"{other}.") for other in candidates)
+        path: body for path, body in candidates.items() if not any(path.startswith(f"{other}.") for other in candidates)
     }
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moec.compiler.graph import Unit
+from moec.compiler.partition import Partitioned
 from moec.compiler.regions import RegionCall
 
 
@@ -68,6 +69,17 @@ class Template:
     def paths(self) -> tuple[str, ...]:
         return tuple(call.path for call in self.calls)
 
+    def place(self, parts: Partitioned) -> None:
+        """Take over what differentiation and partition decided: saved values, tangents and gradients."""
+        joint = parts.joint
+        weights = len(self.weights)
+        positions = {index: index - weights if index >= weights else index + len(self.inputs) for index in joint.grads}
+        ordered = sorted(positions, key=lambda index: positions[index])
+        self.saved = tuple(ValueSpec.of(node.meta["val"]) for node in parts.saved)
+        self.tangent_positions = tuple(sorted(joint.tangents))
+        self.grad_positions = tuple(positions[index] for index in ordered)
+        self.grads = tuple(ValueSpec.of(joint.inputs[index].meta["val"]) for index in ordered)
+
     @property
     def result_count(self) -> int:
         return len(self.results)
@@ -84,7 +96,9 @@ class Template:
 
     def run(self, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
         """The graph as it stands, on real tensors: results, then the new values of the buffers it writes."""
-        buffers = {name: value.clone() for name, value in zip(self.weight_names, weights, strict=True) if name in self.mutated}
+        buffers = {
+            name: value.clone() for name, value in zip(self.weight_names, weights, strict=True) if name in self.mutated
+        }
         held = [buffers.get(name, value) for name, value in zip(self.weight_names, weights, strict=True)]
         return [*self.unit.module(*held, *inputs), *(buffers[name] for name in self.mutated)]
 

@@ -27,6 +27,8 @@ class TrainingView:
     notes: what was swapped and why, for the log.
     packing_refusal: why packed documents cannot be kept apart ('' when they can); compile refuses a packing plan then.
     max_length: the longest sequence the model supports, None for no limit.
+    vocabulary: number of token ids, for the check of batches; None when unknown.
+    balanced: (bias buffer, histogram buffer, top-k) of each router that balances itself, by path in the user's model.
     """
 
     module: nn.Module
@@ -35,3 +37,5 @@ class TrainingView:
     notes: list[str] = field(default_factory=list)
     packing_refusal: str = ""
     max_length: int | None = None
+    vocabulary: int | None = None
+    balanced: tuple[tuple[str, str, int], ...] = ()

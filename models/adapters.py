@@ -97,7 +97,9 @@ def _loss_of(result: Any) -> Tensor:
 
 def _k3_view(model: nn.Module, plan: Plan) -> TrainingView:
     assert isinstance(model, K3Model)
-    return TrainingView(K3View(model))
+    routers = {path: router for path, router in model.routers().items() if router.balancing}
+    balanced = tuple((f"{p}.correction_bias", f"{p}.histogram", router.top_k) for p, router in routers.items())
+    return TrainingView(K3View(model), vocabulary=model.config.vocab_size, balanced=balanced)
 
 
 def _is_huggingface(model: nn.Module) -> bool:

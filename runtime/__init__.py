@@ -16,10 +16,12 @@ if TYPE_CHECKING:
     from moec.runtime.export import export_weights
     from moec.runtime.loop import TrainSummary, train
     from moec.runtime.optimizer import adamw, clip_gradients, parameter_groups
+    from moec.runtime.program import load_constants, load_program
     from moec.runtime.protocol import Batches, CompiledStep, StepResult
     from moec.runtime.schedule import Schedule
     from moec.runtime.sources import Sources, find_text
     from moec.runtime.state import StepState
+    from moec.runtime.step import TrainStep
     from moec.runtime.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 
 _HOME = {
@@ -34,6 +36,7 @@ _HOME = {
     "StepResult": "protocol",
     "StepState": "state",
     "Tokenizer": "tokenizer",
+    "TrainStep": "step",
     "TrainSummary": "loop",
     "adamw": "optimizer",
     "clip_gradients": "optimizer",
@@ -41,6 +44,8 @@ _HOME = {
     "find_text": "sources",
     "latest_checkpoint": "checkpoint",
     "load_checkpoint": "checkpoint",
+    "load_constants": "program",
+    "load_program": "program",
     "parameter_groups": "optimizer",
     "save_checkpoint": "checkpoint",
     "train": "loop",
@@ -59,6 +64,7 @@ __all__ = [
     "StepResult",
     "StepState",
     "Tokenizer",
+    "TrainStep",
     "TrainSummary",
     "adamw",
     "clip_gradients",
@@ -66,6 +72,8 @@ __all__ = [
     "find_text",
     "latest_checkpoint",
     "load_checkpoint",
+    "load_constants",
+    "load_program",
     "parameter_groups",
     "save_checkpoint",
     "train",

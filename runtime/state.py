@@ -48,6 +48,7 @@ class StepState:
     exp_avg_sq: dict[str, Tensor] = field(init=False)
     gradients: dict[str, Tensor] = field(init=False, default_factory=dict)
     updates: dict[str, int] = field(init=False)
+    _scopes: dict[str, Mapping[str, Tensor]] = field(init=False, default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         weights = {path: self.weights[path].detach() for path in self.trainable}
@@ -120,6 +121,23 @@ class StepState:
             self.gradients[path] = torch.empty_like(self.exp_avg[path]).copy_(gradient)
         else:
             total.add_(gradient)
+
+    def accumulate_layer(self, path: str, gradients: Mapping[str, Tensor]) -> None:
+        """Add the gradients of one layer, by weight name relative to the layer at `path`."""
+        for name, gradient in gradients.items():
+            self.accumulate(f"{path}.{name}" if path else name, gradient)
+
+    def scope(self, path: str) -> Mapping[str, Tensor]:
+        """Weights and buffers below a module path, by relative name; "" gives all of them."""
+        if path not in self._scopes:
+            prefix = f"{path}." if path else ""
+            everything = {**self.weights, **self.buffers}
+            self._scopes[path] = {
+                name.removeprefix(prefix): tensor.detach()
+                for name, tensor in everything.items()
+                if name.startswith(prefix)
+            }
+        return self._scopes[path]
 
     def clear_gradients(self) -> None:
         """Forget all sums; called before the first microbatch of a step."""

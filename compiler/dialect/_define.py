@@ -17,9 +17,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from moec.compiler.dialect.registry import Definition, define
 from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
+
+from moec.compiler.dialect.registry import Definition, define
 
 
 def define_op(

@@ -6,9 +6,10 @@ import math
 from collections.abc import Callable
 
 import torch
-from moec.compiler.dialect._define import define_op, math_dtype
 from torch import Tensor
 from torch.nn import functional
+
+from moec.compiler.dialect._define import define_op, math_dtype
 
 
 def gated_mlp_act(gate: Tensor, up: Tensor, kind: str, a: float = 0.0, b: float = 0.0) -> Tensor:

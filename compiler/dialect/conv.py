@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
-from moec.compiler.dialect._define import define_op, math_dtype
-from moec.compiler.dialect.activation import gate_activation_slope
 from torch import Tensor
 from torch.nn import functional
+
+from moec.compiler.dialect._define import define_op, math_dtype
+from moec.compiler.dialect.activation import gate_activation_slope
 
 
 def short_conv(x: Tensor, weight: Tensor, document_ids: Tensor | None = None, activation: str = "silu") -> Tensor:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from moec.compiler.dialect._define import define_op, math_dtype
 from torch import Tensor
+
+from moec.compiler.dialect._define import define_op, math_dtype
 
 
 def depth_mix(sources: Sequence[Tensor], norm_weight: Tensor, proj_weight: Tensor, eps: float) -> Tensor:

@@ -1,0 +1,253 @@
+"""One emitted function: straight-line Python for an FX graph.
+
+1. Every value gets a name from the module it comes from (`q_proj`, `d_q_proj` for its gradient).
+2. Views and casts with a single use are written inside the expression that uses them.
+3. A variable is deleted right after its last use, so that memory is what the partition says, not what Python keeps.
+4. A comment marks each change of module.
+"""
+
+from __future__ import annotations
+
+import keyword
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from moec.codegen.operators import call_text
+from moec.compiler.graph import module_path
+
+aten = torch.ops.aten
+
+WIDTH = 118
+INDENT = "    "
+
+# A node handler may take over the writing of a node: it returns statement text, or None for the ordinary form.
+Handler = Callable[["FunctionWriter", fx.Node], str | None]
+
+
+@dataclass
+class FunctionWriter:
+    """Writes the nodes of one graph as statements.
+
+    given: placeholder or other node -> expression that stands for it. owned: names that the function may delete.
+    taken: names that are already in use. handlers: target -> handler. attributes: holds the tensors of get_attr nodes.
+    after: node -> statement to write once its value exists, with "{}" for the value.
+    """
+
+    graph: fx.Graph
+    given: dict[fx.Node, str]
+    owned: set[str]
+    taken: set[str]
+    handlers: dict[Any, Handler] = field(default_factory=dict)
+    keep: set[fx.Node] = field(default_factory=set)
+    attributes: torch.nn.Module | None = None
+    constants: dict[str, Tensor] = field(default_factory=dict)
+    after: dict[fx.Node, str] = field(default_factory=dict)
+    names: dict[fx.Node, str] = field(default_factory=dict)
+
+    def lines(self, returns: Iterable[fx.Node]) -> list[str]:
+        """The body's statements, without the return; values in `returns` are never deleted."""
+        self.keep = set(returns)
+        self._inline = {node for node in self.graph.nodes if self._is_inlined(node)}
+        statements = [(node, text) for node in self.graph.nodes if (text := self._statement(node))]
+        last = self._last_uses([node for node, _ in statements])
+        lines: list[str] = []
+        path = None
+        for node, text in statements:
+            here = module_path(node)
+            if here != path:
+                lines.append(f"# {here or 'the model itself'}")
+                path = here
+            for statement in text.splitlines():
+                lines += fold(statement)
+            if node in self.after:
+                lines += fold(self.after[node].format(self.text(node)))
+            dead = sorted(last.get(node, ()))
+            if dead:
+                lines.append(f"del {', '.join(dead)}")
+        return lines
+
+    def text(self, value: Any) -> str:
+        """The expression for a node or a constant argument."""
+        if isinstance(value, fx.Node):
+            if value in self.given:
+                return self.given[value]
+            if value in self._inline:
+                return call_text(value, self.text)
+            return self.names[value]
+        return literal(value, self.text)
+
+    def name(self, node: fx.Node, wish: str | None = None) -> str:
+        """A new variable for a node's value."""
+        base = identifier(wish or _wish(node))
+        name, number = base, 2
+        while name in self.taken:
+            name, number = f"{base}_{number}", number + 1
+        self.taken.add(name)
+        self.owned.add(name)
+        self.names[node] = name
+        return name
+
+    def _statement(self, node: fx.Node) -> str | None:
+        if node.op in ("placeholder", "output") or node in self._inline or node in self.given:
+            return None
+        if node.op == "get_attr":
+            self.given[node] = self._constant(node)
+            return None
+        handler = self.handlers.get(node.target)
+        if handler is not None:
+            return handler(self, node)
+        text = call_text(node, self.text)
+        return f"{self.name(node)} = {text}"
+
+    def _constant(self, node: fx.Node) -> str:
+        value = getattr(self.attributes, str(node.target))
+        if value.numel() <= 16:
+            return f"torch.tensor({value.tolist()}, dtype={value.dtype}, device=DEVICE)"
+        name = f"{identifier(str(node.target))}"
+        self.constants[name] = value
+        return f'CONSTANTS["{name}"]'
+
+    def _is_inlined(self, node: fx.Node) -> bool:
+        if node.op != "call_function" or node.target not in _INLINE or node in self.keep or len(node.users) != 1:
+            return False
+        user = next(iter(node.users))
+        if user.op == "output" or user.target in self.handlers:
+            return False
+        return sum(source is node for source in _flat_nodes(user)) == 1
+
+    def _last_uses(self, statements: list[fx.Node]) -> dict[fx.Node, set[str]]:
+        holder: dict[str, fx.Node] = {}
+        order = set(statements)
+        for node in self.graph.nodes:
+            if node not in order:
+                continue
+            if node in self.names and self.names[node] in self.owned:
+                holder.setdefault(self.names[node], node)
+            for source in self._sources(node):
+                name = self.names.get(source) or self.given.get(source, "")
+                if name in self.owned:
+                    holder[name] = node
+        kept = {self.names.get(node) or self.given.get(node, "") for node in self._kept_sources()}
+        result: dict[fx.Node, set[str]] = {}
+        for name, node in holder.items():
+            if name not in kept:
+                result.setdefault(node, set()).add(name)
+        return result
+
+    def _kept_sources(self) -> set[fx.Node]:
+        return {leaf for node in self.keep for leaf in (self._sources(node) if node in self._inline else [node])}
+
+    def _sources(self, node: fx.Node) -> Iterable[fx.Node]:
+        """Nodes whose variables a statement reads, looking through inlined ones."""
+        for source in node.all_input_nodes:
+            if source in self._inline:
+                yield from self._sources(source)
+            else:
+                yield source
+
+
+def literal(value: Any, text: Callable[[Any], str] = repr) -> str:
+    """Python text of a constant argument."""
+    if isinstance(value, fx.Node):
+        return text(value)
+    if isinstance(value, list | tuple):
+        inner = ", ".join(literal(item, text) for item in value)
+        return f"[{inner}]"
+    if isinstance(value, torch.device):
+        return "DEVICE"
+    if isinstance(value, float) and value in (float("inf"), float("-inf")):
+        return f'float("{value}")'
+    if value != value:
+        return 'float("nan")'
+    return repr(value) if not isinstance(value, str) else f'"{value}"'
+
+
+def fold(text: str) -> list[str]:
+    """Break a long statement after commas inside its outermost brackets."""
+    if len(text) <= WIDTH - len(INDENT):
+        return [text]
+    opening = _last_call(text)
+    if opening < 0:
+        return [text]
+    head, inner, tail = text[: opening + 1], text[opening + 1 : -1], text[-1]
+    lines, current = [head], INDENT
+    for part in _split_commas(inner):
+        if len(current) + len(part) + 2 > WIDTH - len(INDENT) and current.strip():
+            lines.append(current.rstrip())
+            current = INDENT
+        current += f"{part}, "
+    return [*lines, current.rstrip(), tail]
+
+
+def identifier(text: str) -> str:
+    """A valid lower-case Python identifier made from a path or op name."""
+    name = re.sub(r"\W+", "_", text).strip("_").lower() or "value"
+    return f"{name}_" if keyword.iskeyword(name) else f"v_{name}" if name[0].isdigit() else name
+
+
+def _wish(node: fx.Node) -> str:
+    backward = node.meta.get("partitioner_tag") == "is_backward"
+    op = _op_name(node)
+    last = module_path(node).rpartition(".")[2]
+    name = last if last and not last.isdigit() and op in _NAMED_BY_MODULE else op
+    return f"d_{name}" if backward and not name.startswith("d_") else name
+
+
+def _op_name(node: fx.Node) -> str:
+    if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.name.split("::")[1].strip("_")
+    if "getitem" in str(node.target) and isinstance(node.args[0], fx.Node):
+        return f"{_op_name(node.args[0])}_{node.args[1]}"
+    return node.name
+
+
+def _last_call(text: str) -> int:
+    """Index of the bracket that the text's last character closes, or -1."""
+    if text[-1] not in ")]":
+        return -1
+    depth = 0
+    for index in range(len(text) - 1, -1, -1):
+        depth += text[index] in ")]}"
+        depth -= text[index] in "([{"
+        if depth == 0:
+            return index
+    return -1
+
+
+def _split_commas(text: str) -> list[str]:
+    parts, depth, start, quoted = [], 0, 0, False
+    for index, char in enumerate(text):
+        quoted ^= char == '"'
+        depth += char in "([{"
+        depth -= char in ")]}"
+        if char == "," and depth == 0 and not quoted:
+            parts.append(text[start:index].strip())
+            start = index + 1
+    return [*parts, text[start:].strip()]
+
+
+def _flat_nodes(node: fx.Node) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), lambda source: found.append(source))
+    return found
+
+
+_INLINE = {
+    aten.reshape.default,
+    aten.expand.default,
+    aten.permute.default,
+    aten.transpose.int,
+    aten.t.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.slice.Tensor,
+    aten.select.int,
+    aten.sym_size.int,
+}
+
+_NAMED_BY_MODULE = {"mm", "addmm", "bmm", "rms_norm", "embedding", "convolution", "native_layer_norm", "gated_norm"}

@@ -1,0 +1,363 @@
+"""The step program: `step.py` as text, from the partitioned units.
+
+The program is one Python module:
+
+    <template>_forward(w, ...)      one per layer template: results, and the list of values that its backward needs
+    <template>_backward(w, saved, ...)   gradients of the inputs, and a dict of weight gradients
+    forward(state, batch)           the whole model, one call per layer
+    backward(state, saved)          the reverse; adds weight gradients to the state as soon as they exist
+    update(state, lr)               clipping, AdamW, balancing
+    step(state, batches, lr)        one optimizer step over all microbatches
+
+`w` maps names of weights and buffers relative to the layer ("mixer.q_proj.weight") to tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from moec.codegen.function import INDENT, FunctionWriter, fold, identifier
+from moec.compiler.dialect.registry import nbytes
+from moec.compiler.differentiate import is_getitem
+from moec.compiler.partition import Partitioned
+from moec.compiler.template import Template
+
+OBJECTIVE = "objective"
+
+
+@dataclass(frozen=True)
+class ProgramText:
+    """The emitted module and the tensors it refers to as CONSTANTS."""
+
+    text: str
+    constants: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Section:
+    """A layer template with its graphs."""
+
+    template: Template
+    parts: Partitioned
+
+
+def write_program(
+    header: str,
+    device: torch.device,
+    sections: Sequence[Section],
+    outer: Partitioned,
+    results: Sequence[str],
+    update: str,
+) -> ProgramText:
+    """The text of step.py. header: its docstring. results: names of the outer results. update: body of update()."""
+    constants: dict[str, Tensor] = {}
+    blocks = [_preamble(header, device)]
+    for section in sections:
+        blocks += _template_functions(section, constants)
+    blocks += _model_functions({s.template.name: s for s in sections}, outer, results, constants)
+    blocks.append(_function("def update(state, lr):", [f'"""{_UPDATE_DOC}"""', *update.splitlines()]))
+    blocks.append(_STEP)
+    return ProgramText("\n\n\n".join(blocks) + "\n", constants)
+
+
+def _preamble(header: str, device: torch.device) -> str:
+    index = f", {device.index}" if device.index is not None else ""
+    return "\n".join(
+        [
+            f'"""{header}\n"""',
+            "",
+            "import torch",
+            "",
+            "from moec import runtime",
+            "",
+            "aten = torch.ops.aten",
+            "moec = torch.ops.moec",
+            f'DEVICE = torch.device("{device.type}"{index})',
+            "CONSTANTS = runtime.load_constants(__file__)",
+        ]
+    )
+
+
+def _template_functions(section: Section, constants: dict[str, Tensor]) -> list[str]:
+    template, parts = section.template, section.parts
+    signature = parts.joint.unit.signature
+    inputs = [identifier(name) for name in signature.names("input")]
+    forward_arguments = ["w", *inputs]
+    saved_inputs = _inputs_of_backward(parts)
+    forward = FunctionWriter(
+        parts.forward,
+        given=_input_texts(parts, parts.forward),
+        owned=set(),
+        taken={*forward_arguments, *_RESERVED},
+        attributes=parts.joint.module,
+        constants=constants,
+    )
+    outputs = list(parts.forward.output_node().args[0])  # type: ignore[arg-type]
+    body = [f'"""{_template_doc(section)}"""', *forward.lines(outputs)]
+    count = len(outputs) - len(parts.saved)
+    values = [forward.text(node) for node in outputs]
+    body += fold(f"saved = [{', '.join([*values[count:], *saved_inputs])}]")
+    body.append(f"return {_one_or_tuple(values[:count])}, saved")
+    blocks = [_function(f"def {template.name}_forward({', '.join(forward_arguments)}):", body)]
+    if parts.joint.grads:
+        blocks.append(_template_backward(section, saved_inputs, constants))
+    return blocks
+
+
+def _template_backward(section: Section, saved_inputs: list[str], constants: dict[str, Tensor]) -> str:
+    template, parts = section.template, section.parts
+    signature = parts.joint.unit.signature
+    tangents = {index: f"d_{identifier(signature.outputs[index].name)}" for index in parts.joint.tangents}
+    given = _input_texts(parts, parts.backward)
+    saved_names: dict[int, str] = {}
+    taken = {"w", *tangents.values(), *saved_inputs, *_RESERVED}
+    writer = FunctionWriter(
+        parts.backward,
+        given=given,
+        owned={*tangents.values(), *saved_inputs},
+        taken=taken,
+        attributes=parts.joint.module,
+        constants=constants,
+    )
+    for index, node in enumerate(parts.saved):
+        saved_names[index] = writer.name(node)
+    for node in parts.backward.find_nodes(op="placeholder"):
+        kind, index = node.meta["role"]
+        if kind == "saved":
+            given[node] = saved_names[index]
+        elif kind == "tangent":
+            given[node] = tangents[index]
+    unpack = [saved_names[i] for i in range(len(parts.saved))] + saved_inputs
+    body = [f'"""Gradients of {template.name}_forward."""']
+    body += [*fold(f"[{', '.join(unpack)}] = saved"), "saved.clear()"] if unpack else []
+    grads = dict(zip(parts.joint.grads, parts.backward.output_node().args[0], strict=True))  # type: ignore[arg-type]
+    body += writer.lines(node for node in grads.values() if isinstance(node, fx.Node))
+    of_inputs, of_weights = [], []
+    for index, node in grads.items():
+        value = signature.inputs[index]
+        if value.kind == "input":
+            of_inputs.append(writer.text(node))
+        else:
+            of_weights.append(f'"{value.name}": {writer.text(node)}')
+    body += fold(f"grads = {{{', '.join(of_weights)}}}") if len(of_weights) < 3 else _dict_lines(of_weights)
+    body.append(f"return {_one_or_tuple(of_inputs)}, grads" if of_inputs else "return None, grads")
+    arguments = ["w", "saved", *tangents.values()]
+    return _function(f"def {template.name}_backward({', '.join(arguments)}):", body)
+
+
+def _model_functions(
+    sections: Mapping[str, Section], outer: Partitioned, results: Sequence[str], constants: dict[str, Tensor]
+) -> list[str]:
+    return [_model_forward(sections, outer, results, constants), _model_backward(sections, outer, constants)]
+
+
+def _model_forward(
+    sections: Mapping[str, Section], outer: Partitioned, results: Sequence[str], constants: dict[str, Tensor]
+) -> str:
+    signature = outer.joint.unit.signature
+    names = signature.names("input")
+    writer = FunctionWriter(
+        outer.forward,
+        given=_input_texts(outer, outer.forward),
+        owned=set(),
+        taken={*map(identifier, names), *_RESERVED},
+        handlers={torch.ops.moec.region.default: _region_handler(sections)},
+        attributes=outer.joint.module,
+        constants=constants,
+    )
+    outputs = list(outer.forward.output_node().args[0])  # type: ignore[arg-type]
+    statements = writer.lines(outputs)
+    count, written = len(outer.joint.results), list(outer.joint.buffers)
+    body = ['"""Results of one microbatch by name, and what backward() needs."""', 'w = state.scope("")']
+    body += [f'{identifier(name)} = batch["{name}"]' for name in names if _is_used(outer, name)]
+    body += ["saved = {}", *statements]
+    for name, node in zip(written, outputs[count : count + len(written)], strict=True):
+        body += fold(f'w["{name}"].copy_({writer.text(node)})')
+    saved = [writer.text(node) for node in outputs[count + len(written) :]]
+    body += fold(f'saved["model"] = [{", ".join([*saved, *_inputs_of_backward(outer)])}]')
+    pairs = [f'"{name}": {writer.text(node)}' for name, node in zip(results, outputs[:count], strict=True)]
+    body += fold(f"results = {{{', '.join(pairs)}}}")
+    body.append("return results, saved")
+    return _function("def forward(state, batch):", body)
+
+
+def _model_backward(sections: Mapping[str, Section], outer: Partitioned, constants: dict[str, Tensor]) -> str:
+    signature, joint = outer.joint.unit.signature, outer.joint
+    saved_inputs = _inputs_of_backward(outer)
+    given = _input_texts(outer, outer.backward)
+    writer = FunctionWriter(
+        outer.backward,
+        given=given,
+        owned=set(saved_inputs),
+        taken={*saved_inputs, "seed", *_RESERVED},
+        handlers={torch.ops.moec.region_backward.default: _region_backward_handler(sections)},
+        attributes=joint.module,
+        constants=constants,
+    )
+    names = {index: writer.name(node) for index, node in enumerate(outer.saved)}
+    for node in outer.backward.find_nodes(op="placeholder"):
+        kind, index = node.meta["role"]
+        if kind == "saved":
+            given[node] = names[index]
+        elif kind == "tangent":
+            given[node] = "seed"
+    grads = dict(zip(joint.grads, outer.backward.output_node().args[0], strict=True))  # type: ignore[arg-type]
+    own: dict[fx.Node, list[str]] = {}
+    for index, node in grads.items():
+        if isinstance(node, fx.Node) and not _is_layer_grad(node, sections):
+            own.setdefault(node, []).append(signature.inputs[index].name)
+    writer.after = {
+        node: "\n".join(f'state.accumulate("{name}", {{}})' for name in wanted)
+        for node, wanted in own.items()
+        if node.op == "call_function"
+    }
+    unpack = [*names.values(), *saved_inputs]
+    body = ['"""Add the gradients of one microbatch to the state."""', 'w = state.scope("")']
+    body += [*fold(f'[{", ".join(unpack)}] = saved.pop("model")')] if unpack else []
+    body.append("seed = torch.ones((), dtype=torch.float32, device=DEVICE)")
+    body += writer.lines(())
+    for node, wanted in own.items():
+        if node.op != "call_function":
+            body += [f'state.accumulate("{name}", {writer.text(node)})' for name in wanted]
+    return _function("def backward(state, saved):", body)
+
+
+def _region_handler(sections: Mapping[str, Section]) -> Any:
+    def write(writer: FunctionWriter, node: fx.Node) -> str:
+        template, path, inputs, _ = node.args
+        section = sections[str(template)]
+        users = {int(user.args[1]): user for user in node.users if is_getitem(user)}  # type: ignore[arg-type]
+        names = []
+        for index in range(section.template.result_count):
+            user = users.get(index)
+            names.append(writer.name(user, region_name(str(path))) if user is not None else "_")
+            if user is not None:
+                writer.given[user] = names[-1]
+        arguments = [f'state.scope("{path}")', *(writer.text(value) for value in inputs)]  # type: ignore[union-attr]
+        return f'{_one_or_tuple(names)}, saved["{path}"] = {template}_forward({", ".join(arguments)})'
+
+    return write
+
+
+def _region_backward_handler(sections: Mapping[str, Section]) -> Any:
+    def write(writer: FunctionWriter, node: fx.Node) -> str:
+        template, path, *_, tangents = node.args
+        known = sections[str(template)].template
+        users = {int(user.args[1]): user for user in node.users if is_getitem(user)}  # type: ignore[arg-type]
+        names, extra = [], []
+        for index, position in enumerate(known.grad_positions):
+            user = users.get(index)
+            if position < len(known.inputs):
+                names.append(writer.name(user, f"d_{region_name(str(path))}") if user is not None else "_")
+            elif user is not None and not _only_output(user):
+                weight = known.weight_names[position - len(known.inputs)]
+                extra.append(f'{writer.name(user, f"d_{identifier(weight)}")} = grads.pop("{weight}")')
+            if user is not None:
+                writer.given[user] = writer.names.get(user, "")
+        arguments = [f'state.scope("{path}")', f'saved.pop("{path}")', *(writer.text(value) for value in tangents)]  # type: ignore[union-attr]
+        target = _one_or_tuple(names) if names else "_"
+        call = f"{target}, grads = {template}_backward({', '.join(arguments)})"
+        return "\n".join([call, *extra, f'state.accumulate_layer("{path}", grads)', "del grads"])
+
+    return write
+
+
+def region_name(path: str) -> str:
+    """'layers.3.attention' -> 'attention_3', 'model.layers.3' -> 'layer_3'."""
+    parts = path.split(".")
+    numbers = [part for part in parts if part.isdigit()]
+    words = [part for part in parts if not part.isdigit()]
+    last = words[-1] if words else "layer"
+    if parts[-1].isdigit():
+        last = last.removesuffix("s")
+    return identifier("_".join([last, *numbers]))
+
+
+def _is_layer_grad(node: fx.Node, sections: Mapping[str, Section]) -> bool:
+    """Whether a gradient is added to the state together with its whole layer."""
+    if not is_getitem(node) or not isinstance(node.args[0], fx.Node):
+        return False
+    return node.args[0].target is torch.ops.moec.region_backward.default and _only_output(node)
+
+
+def _only_output(node: fx.Node) -> bool:
+    return (
+        all(user.op == "output" for user in node.users)
+        and sum(
+            value is node
+            for user in node.users
+            for value in user.args[0]  # type: ignore[union-attr]
+        )
+        <= 1
+    )
+
+
+def _input_texts(parts: Partitioned, graph: fx.Graph) -> dict[fx.Node, str]:
+    signature = parts.joint.unit.signature
+    texts = {}
+    for node in graph.find_nodes(op="placeholder"):
+        kind, index = node.meta["role"]
+        if kind == "input":
+            value = signature.inputs[index]
+            texts[node] = identifier(value.name) if value.kind == "input" else f'w["{value.name}"]'
+    return texts
+
+
+def _inputs_of_backward(parts: Partitioned) -> list[str]:
+    """Names of the inputs (not weights) that the backward reads; they are saved by reference."""
+    signature = parts.joint.unit.signature
+    roles = [node.meta["role"] for node in parts.backward.find_nodes(op="placeholder")]
+    inputs = [signature.inputs[index] for kind, index in roles if kind == "input"]
+    return [identifier(value.name) for value in inputs if value.kind == "input"]
+
+
+def _is_used(parts: Partitioned, name: str) -> bool:
+    signature = parts.joint.unit.signature
+    for graph in (parts.forward, parts.backward):
+        for node in graph.find_nodes(op="placeholder"):
+            kind, index = node.meta["role"]
+            if kind == "input" and signature.inputs[index].name == name and node.users:
+                return True
+    return False
+
+
+def _template_doc(section: Section) -> str:
+    paths = section.template.paths
+    shown = ", ".join(paths[:6]) + (f" and {len(paths) - 6} more" if len(paths) > 6 else "")
+    kept = sum(p.decision == "keep" for p in section.parts.placements)
+    again = sum(p.decision == "recompute" for p in section.parts.placements)
+    size = sum(nbytes(node.meta["val"]) for node in section.parts.saved) / 2**20
+    lines = [f"{shown}.", "", f"For backward: {kept} values kept ({size:.3g} MiB a layer), {again} computed again."]
+    return "\n".join(line and (line if i == 0 else INDENT + line) for i, line in enumerate([*lines, ""])) + INDENT
+
+
+def _one_or_tuple(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"({', '.join(names)})"
+
+
+def _dict_lines(pairs: Sequence[str]) -> list[str]:
+    return ["grads = {", *(f"{INDENT}{pair}," for pair in pairs), "}"]
+
+
+def _function(head: str, body: Sequence[str]) -> str:
+    return "\n".join([head, *(f"{INDENT}{line}" if line else line for line in body)])
+
+
+_RESERVED = {"state", "batch", "saved", "results", "grads", "torch", "runtime", "aten", "moec", "w", "seed", "lr"}
+
+_UPDATE_DOC = "One update of the weights from the accumulated gradients; returns the gradient norm before clipping."
+
+_STEP = '''def step(state, batches, lr):
+    """One optimizer step over all microbatches: sums of the results by name, and the gradient norm."""
+    totals = {}
+    for batch in batches:
+        results, saved = forward(state, batch)
+        backward(state, saved)
+        for name, value in results.items():
+            totals[name] = totals[name] + value if name in totals else value
+    return totals, update(state, lr)'''

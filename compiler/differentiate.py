@@ -1,0 +1,203 @@
+"""Differentiate a unit: one joint graph that computes results, new buffer values and gradients.
+
+`aot_export_joint_with_descriptors` traces forward and backward; every argument and output is found by its descriptor,
+never by position. The joint graph is functional: buffers that the unit writes come back as values.
+"""
+
+from __future__ import annotations
+
+import operator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from moec.compiler._torch_compat import (
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    TangentAOTInput,
+    aot_export_joint_with_descriptors,
+)
+from moec.compiler.errors import PassError
+from moec.compiler.fake import fake_like
+from moec.compiler.graph import Unit, module_path
+
+aten = torch.ops.aten
+
+
+@dataclass
+class Joint:
+    """A differentiated unit.
+
+    inputs: one placeholder per entry of the unit's signature. tangents: result index -> placeholder of its gradient.
+    results: one node per result. buffers: buffer name -> node with its new value. grads: input index -> node, only
+    for inputs that get a gradient.
+    """
+
+    unit: Unit
+    graph: fx.Graph
+    module: fx.GraphModule
+    inputs: list[fx.Node]
+    tangents: dict[int, fx.Node]
+    results: list[fx.Node]
+    buffers: dict[str, fx.Node]
+    grads: dict[int, fx.Node]
+
+
+def differentiate(unit: Unit, *, input_flags: list[bool] | None = None) -> Joint:
+    """The joint graph of `unit`; inputs marked `requires_grad` in its signature get gradients."""
+    flags = [value.requires_grad for value in unit.signature.inputs]
+    nodes = [node for node, _ in unit.placeholders()]
+    mode = _mode(nodes)
+    for node in unit.graph.nodes:
+        node.meta.pop("unbacked_bindings", None)
+    args = tuple(
+        fake_like(node.meta["val"], mode, requires_grad=flag)
+        for node, flag in zip(nodes, input_flags or flags, strict=True)
+    )
+    with ExitStack() as stack:
+        joint = aot_export_joint_with_descriptors(stack, unit.module, args)
+        found = _read(unit, joint.graph_module)
+    _carry_paths(found.graph)
+    _clean(found)
+    _rebase_sizes(found)
+    return found
+
+
+def _mode(nodes: list[fx.Node]) -> Any:
+    values = [node.meta["val"] for node in nodes]
+    symbolic = [v for v in values if any(isinstance(size, torch.SymInt) for size in v.shape)]
+    return (symbolic or values)[-1].fake_mode
+
+
+def _read(unit: Unit, module: fx.GraphModule) -> Joint:
+    graph = module.graph
+    names = [value.name for value in unit.signature.inputs]
+    inputs: list[fx.Node | None] = [None] * len(names)
+    tangents: dict[int, fx.Node] = {}
+    for node in graph.find_nodes(op="placeholder"):
+        match node.meta["desc"]:
+            case PlainAOTInput(idx=index):
+                inputs[index] = node
+            case TangentAOTInput(output=PlainAOTOutput(idx=index)):
+                tangents[index] = node
+            case TangentAOTInput(output=InputMutationAOTOutput()):
+                node.meta["unused_tangent"] = True
+            case other:
+                raise PassError(f"differentiation of {unit.name} made an argument moec does not know: {other}")
+    output = graph.output_node()
+    results: dict[int, fx.Node] = {}
+    buffers: dict[str, fx.Node] = {}
+    grads: dict[int, fx.Node] = {}
+    for node, description in zip(output.args[0], output.meta["desc"], strict=True):  # type: ignore[arg-type]
+        match description:
+            case PlainAOTOutput(idx=index):
+                results[index] = node  # type: ignore[assignment]
+            case InputMutationAOTOutput(mutated_input=PlainAOTInput(idx=index)):
+                buffers[names[index]] = node  # type: ignore[assignment]
+            case GradAOTOutput(grad_of=PlainAOTInput(idx=index)):
+                if node is not None:
+                    grads[index] = node  # type: ignore[assignment]
+            case None:
+                pass
+            case other:
+                raise PassError(f"differentiation of {unit.name} made an output moec does not know: {other}")
+    missing = [name for name, node in zip(names, inputs, strict=True) if node is None]
+    if missing:
+        raise PassError(f"differentiation of {unit.name} lost the arguments {', '.join(missing)}")
+    ordered = [results[i] for i in sorted(results)]
+    tangents = dict(sorted(tangents.items()))
+    return Joint(unit, graph, module, [n for n in inputs if n is not None], tangents, ordered, buffers, grads)
+
+
+def _carry_paths(graph: fx.Graph) -> None:
+    """Give every node the module path of the forward code it came from, under meta["custom"]["path"]."""
+    for node in graph.nodes:
+        custom = node.meta.get("custom")
+        if not custom or "path" not in custom:
+            path = module_path(node).removeprefix("body.").removeprefix("body")
+            node.meta["custom"] = {**(custom or {}), "path": path}
+    known = {int(n.meta["seq_nr"]): n.meta["custom"]["path"] for n in graph.nodes if _forward_path(n)}
+    for node in graph.nodes:
+        if not node.meta["custom"]["path"] and node.meta.get("seq_nr") in known:
+            node.meta["custom"] = {**node.meta["custom"], "path": known[node.meta["seq_nr"]]}
+
+
+def _forward_path(node: fx.Node) -> bool:
+    return (
+        node.meta.get("partitioner_tag") != "is_backward"
+        and "seq_nr" in node.meta
+        and bool(node.meta["custom"]["path"])
+    )
+
+
+def _clean(joint: Joint) -> None:
+    """Drop nodes without meaning in a functional graph, and give every `view` the semantics of `reshape`.
+
+    A real kernel may return other strides than its fake (softplus_backward does), and then `view` would fail.
+    """
+    replaced: dict[fx.Node, fx.Node] = {}
+    for node in list(joint.graph.nodes):
+        if node.op != "call_function":
+            continue
+        source = _value_of(node)
+        if source is not None:
+            node.replace_all_uses_with(source)
+            replaced[node] = replaced.get(source, source)
+            joint.graph.erase_node(node)
+        elif node.target in _VIEWS:
+            node.target = aten.reshape.default
+    joint.results = [replaced.get(node, node) for node in joint.results]
+    joint.buffers = {name: replaced.get(node, node) for name, node in joint.buffers.items()}
+    joint.grads = {index: replaced.get(node, node) for index, node in joint.grads.items()}
+    joint.graph.eliminate_dead_code()
+    joint.graph.lint()
+
+
+def _rebase_sizes(joint: Joint) -> None:
+    """Read every size from an input of the unit, so that forward and backward can both compute it."""
+    homes: dict[str, tuple[fx.Node, int]] = {}
+    for node in joint.inputs:
+        for dim, size in enumerate(node.meta["val"].shape):
+            if isinstance(size, torch.SymInt):
+                homes.setdefault(str(size), (node, dim))
+    for node in joint.graph.find_nodes(op="call_function", target=aten.sym_size.int):
+        home = homes.get(str(node.meta["val"]))
+        if home is not None:
+            node.args = home
+
+
+def _value_of(node: fx.Node) -> fx.Node | None:
+    """The node whose value this one only passes on, or None."""
+    if node.target in _NO_OPS:
+        source = node.args[0]
+    elif node.target is aten.copy.default:
+        source = node.args[1]
+        old, new = node.args[0], source
+        if not isinstance(old, fx.Node) or not isinstance(new, fx.Node) or not _same_kind(old, new):
+            return None
+    else:
+        return None
+    return source if isinstance(source, fx.Node) else None
+
+
+def _same_kind(one: fx.Node, two: fx.Node) -> bool:
+    a, b = one.meta["val"], two.meta["val"]
+    return a.dtype == b.dtype and a.shape == b.shape and a.device == b.device
+
+
+_NO_OPS = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default}
+_VIEWS = {aten.view.default, aten._unsafe_view.default}
+
+
+def is_tensor(node: fx.Node) -> bool:
+    """Whether a node yields one tensor (not a tuple, not a size)."""
+    return isinstance(node.meta.get("val"), Tensor)
+
+
+def is_getitem(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target is operator.getitem

@@ -1,0 +1,149 @@
+"""The pass log: what every pass did where, what it left alone and why, and what it cost; as tables and as JSON lines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from moec.compiler.errors import ArtifactError
+from moec.compiler.partition import Placement
+from moec.compiler.pass_manager import Match, NearMiss, PassRecord
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """Seconds and node count of one stage of the compilation."""
+
+    stage: str
+    seconds: float
+    nodes: int
+
+
+@dataclass
+class PassLog:
+    """Everything a compilation has to say.
+
+    notes: what was swapped before tracing. near_misses: layers that could not be templates. records: the passes.
+    placements: unit -> what is kept or computed again. lowering: op -> implementation chosen and why.
+    """
+
+    notes: list[str] = field(default_factory=list)
+    near_misses: list[NearMiss] = field(default_factory=list)
+    records: list[PassRecord] = field(default_factory=list)
+    placements: dict[str, list[Placement]] = field(default_factory=dict)
+    lowering: dict[str, str] = field(default_factory=dict)
+    stages: list[StageTime] = field(default_factory=list)
+
+    def matches(self, name: str) -> list[tuple[str, Match]]:
+        """(unit, match) of one pass."""
+        return [(record.unit, match) for record in self.records if record.name == name for match in record.matches]
+
+    def warnings(self) -> list[str]:
+        """Passes that matched nothing where something was expected."""
+        return [f"{r.name} on {r.unit}: {r.warning}" for r in self.records if r.warning]
+
+    def __str__(self) -> str:
+        console = Console(width=120, record=True, file=_Nowhere())
+        for part in self.renderables():
+            console.print(part)
+        return console.export_text().rstrip()
+
+    def renderables(self) -> Iterator[Any]:
+        """Rich tables and lines, for a terminal."""
+        yield from (f"[dim]note[/dim] {note}" for note in self.notes)
+        yield from (f"[dim]not a template[/dim] {m.path}: {m.reason}" for m in self.near_misses)
+        yield self._pass_table()
+        yield from (f"[yellow]matched nothing[/yellow] {warning}" for warning in self.warnings())
+        yield self._stage_table()
+
+    def write(self, path: Path) -> None:
+        """One JSON object per line, each with its "kind"."""
+        lines = [
+            *({"kind": "note", "text": note} for note in self.notes),
+            *({"kind": "near_miss", **asdict(miss)} for miss in self.near_misses),
+            *({"kind": "pass", **asdict(record)} for record in self.records),
+            *({"kind": "placement", "unit": u, **asdict(p)} for u, rows in self.placements.items() for p in rows),
+            *({"kind": "lowering", "op": op, "implementation": text} for op, text in self.lowering.items()),
+            *({"kind": "stage", **asdict(stage)} for stage in self.stages),
+        ]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    @classmethod
+    def read(cls, path: Path) -> PassLog:
+        """What `write` wrote."""
+        log = cls()
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            try:
+                log._add(json.loads(line))
+            except (ValueError, KeyError, TypeError) as error:
+                raise ArtifactError(f"{path} line {number} is not a log entry", why=str(error)) from error
+        return log
+
+    def _add(self, entry: dict[str, Any]) -> None:
+        match entry.pop("kind"):
+            case "note":
+                self.notes.append(entry["text"])
+            case "near_miss":
+                self.near_misses.append(NearMiss(**entry))
+            case "pass":
+                entry["instances"] = tuple(entry["instances"])
+                entry["matches"] = tuple(Match(**match) for match in entry["matches"])
+                entry["near_misses"] = tuple(NearMiss(**miss) for miss in entry["near_misses"])
+                self.records.append(PassRecord(**entry))
+            case "placement":
+                self.placements.setdefault(entry.pop("unit"), []).append(Placement(**entry))
+            case "lowering":
+                self.lowering[entry["op"]] = entry["implementation"]
+            case "stage":
+                self.stages.append(StageTime(**entry))
+            case kind:
+                raise ValueError(f"unknown kind {kind!r}")
+
+    def _pass_table(self) -> Table:
+        table = Table(title="passes", title_justify="left", pad_edge=False)
+        for name in ("pass", "unit", "layers", "matched", "nearly", "nodes", "GFLOP", "ms"):
+            table.add_column(name, justify="left" if name in ("pass", "unit", "matched") else "right")
+        for record in self.records:
+            if not record.matches and not record.near_misses and not record.warning:
+                continue
+            table.add_row(
+                record.name,
+                record.unit,
+                str(len(record.instances)),
+                _summary([match.what for match in record.matches]),
+                str(len(record.near_misses) or ""),
+                f"{record.nodes_before}->{record.nodes_after}",
+                f"{record.cost_after.get('flops', 0) / 1e9:.3g}",
+                f"{1e3 * record.seconds:.0f}",
+            )
+        return table
+
+    def _stage_table(self) -> Table:
+        table = Table(title="stages", title_justify="left", pad_edge=False)
+        for name in ("stage", "nodes", "seconds"):
+            table.add_column(name, justify="left" if name == "stage" else "right")
+        for stage in self.stages:
+            table.add_row(stage.stage, str(stage.nodes), f"{stage.seconds:.2f}")
+        table.add_row("total", "", f"{sum(stage.seconds for stage in self.stages):.2f}")
+        return table
+
+
+def _summary(items: Sequence[str]) -> str:
+    counts: dict[str, int] = {}
+    for item in items:
+        counts[item] = counts.get(item, 0) + 1
+    return ", ".join(f"{n} x {item}" if n > 1 else item for item, n in counts.items())
+
+
+class _Nowhere:
+    def write(self, text: str) -> int:
+        return len(text)
+
+    def flush(self) -> None:
+        return None

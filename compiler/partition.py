@@ -1,0 +1,230 @@
+"""Partition a joint graph into forward and backward, deciding per value how it reaches the backward.
+
+1. The forward is everything that results and new buffer values need; the rest is backward.
+2. A forward value that the backward uses is `kept` (saved in HBM), or `recomputed` from saved values and inputs.
+   Views of a value are always recomputed from what they view, so nothing is saved twice. Under a recompute rule every
+   value is recomputed whose whole chain may run again.
+3. Never recomputed, whatever a rule says: routing decisions and other ops whose definition forbids it, random ops,
+   and reads of buffers that the forward writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import fx
+
+from moec.compiler.dialect.registry import lookup, nbytes
+from moec.compiler.differentiate import Joint, is_getitem, is_tensor
+
+aten = torch.ops.aten
+
+Decision = Literal["keep", "recompute"]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How one forward value reaches the backward, and why."""
+
+    name: str
+    path: str
+    op: str
+    bytes: int
+    decision: Decision
+    reason: str
+
+
+@dataclass
+class Partitioned:
+    """Forward and backward graphs of a unit.
+
+    forward: (inputs) -> results, new buffer values, saved values. backward: (inputs it needs, saved, tangents) ->
+    gradients. Placeholders carry meta["role"] = ("input", index) | ("saved", index) | ("tangent", index).
+    """
+
+    joint: Joint
+    forward: fx.Graph
+    backward: fx.Graph
+    saved: list[fx.Node]
+    placements: list[Placement] = field(default_factory=list)
+
+    @property
+    def saved_bytes(self) -> int:
+        return sum(nbytes(node.meta["val"]) for node in self.saved)
+
+
+def partition(joint: Joint, *, recompute: bool = False) -> Partitioned:
+    """Split `joint`; with `recompute` only inputs and what must not run again are saved."""
+    forward_nodes = _ancestors([*joint.results, *joint.buffers.values()])
+    forward_nodes |= {node for node in joint.graph.nodes if is_getitem(node) and node.args[0] in forward_nodes}
+    backward_nodes = [node for node in joint.graph.nodes if node.op == "call_function" and node not in forward_nodes]
+    chooser = _Chooser(joint, recompute)
+    # A chain that only the backward asks for may still be pure forward work (a transposed weight): it stays there.
+    for node in [*backward_nodes, *joint.grads.values()]:
+        for source in [node] if node in forward_nodes else node.all_input_nodes:
+            if source in forward_nodes:
+                chooser.need(source)
+    return Partitioned(
+        joint,
+        _forward_graph(joint, forward_nodes, chooser.saved),
+        _backward_graph(joint, backward_nodes, chooser),
+        chooser.saved,
+        chooser.placements,
+    )
+
+
+def may_recompute(node: fx.Node) -> tuple[bool, str]:
+    """Whether an op may run again in backward, and the reason if not."""
+    definition = lookup(node.target)
+    if definition is not None and not definition.recompute:
+        return False, f"{definition.name} is a decision that must be taken once"
+    tags = getattr(node.target, "tags", ())
+    if torch.Tag.nondeterministic_seeded in tags:
+        return False, "it draws random numbers"
+    if str(node.target).startswith(("moec.region", "moec::region", "_c10d_functional")):
+        return False, "a call of a layer or a collective runs once"
+    return True, ""
+
+
+class _Chooser:
+    def __init__(self, joint: Joint, recompute: bool) -> None:
+        self._saved: dict[fx.Node, None] = {}
+        self.again: set[fx.Node] = set()
+        self.placements: list[Placement] = []
+        self._recompute = recompute
+        self._written = {joint.inputs[i] for i, v in enumerate(joint.unit.signature.inputs) if v.name in joint.buffers}
+
+    @property
+    def saved(self) -> list[fx.Node]:
+        return list(self._saved)
+
+    def need(self, node: fx.Node) -> None:
+        """Make `node`'s value available in backward."""
+        if node.op == "placeholder" or node in self.again or node in self._saved or not _has_tensor(node):
+            return
+        if is_getitem(node) and not _is_view(node):
+            allowed, reason = may_recompute(node.args[0])  # type: ignore[arg-type]
+        else:
+            allowed, reason = may_recompute(node)
+        if _reads_any(node, self._written):
+            allowed, reason = False, "it reads a buffer that the forward changes"
+        if _is_view(node):
+            self._run_again(node, "a view of a value at hand")
+        elif self._recompute and allowed:
+            self._run_again(node, "the plan's recompute rule")
+        else:
+            self._save(node, reason or "backward uses it")
+
+    def _run_again(self, node: fx.Node, reason: str) -> None:
+        self.again.add(node)
+        if is_tensor(node) and not _is_view(node):
+            self._note(node, "recompute", reason)
+        for source in node.all_input_nodes:
+            if is_getitem(node) and not _is_view(node):
+                self._run_again_tuple(source, reason)
+            else:
+                self.need(source)
+
+    def _run_again_tuple(self, node: fx.Node, reason: str) -> None:
+        if node not in self.again:
+            self.again.add(node)
+            for source in node.all_input_nodes:
+                self.need(source)
+
+    def _save(self, node: fx.Node, reason: str) -> None:
+        self._saved[node] = None
+        self._note(node, "keep", reason)
+
+    def _note(self, node: fx.Node, decision: Decision, reason: str) -> None:
+        op = node.args[0] if is_getitem(node) else node
+        self.placements.append(
+            Placement(
+                node.name,
+                str((node.meta.get("custom") or {}).get("path", "")),
+                str(op.target) if isinstance(op, fx.Node) else str(node.target),
+                nbytes(node.meta["val"]),
+                decision,
+                reason,
+            )
+        )
+
+
+def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    seen: set[fx.Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            stack.extend(node.all_input_nodes)
+    return seen
+
+
+def _forward_graph(joint: Joint, forward: set[fx.Node], saved: list[fx.Node]) -> fx.Graph:
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for index, node in enumerate(joint.inputs):
+        copies[node] = _placeholder(graph, node, ("input", index))
+    for node in joint.graph.nodes:
+        if node in forward and node.op in ("call_function", "get_attr"):
+            copies[node] = graph.node_copy(node, lambda source: copies[source])
+    outputs = [*joint.results, *joint.buffers.values(), *saved]
+    graph.output(tuple(copies[node] for node in outputs))
+    return graph
+
+
+def _backward_graph(joint: Joint, backward: list[fx.Node], chooser: _Chooser) -> fx.Graph:
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for index, node in enumerate(joint.inputs):
+        copies[node] = _placeholder(graph, node, ("input", index))
+    for index, node in enumerate(chooser.saved):
+        copies[node] = _placeholder(graph, node, ("saved", index))
+    for index, node in joint.tangents.items():
+        copies[node] = _placeholder(graph, node, ("tangent", index))
+    wanted = set(backward) | chooser.again
+    sizes = _ancestors([node for node in wanted]) - wanted
+    for node in joint.graph.nodes:
+        if node in copies or node.op not in ("call_function", "get_attr"):
+            continue
+        if node in wanted or (node in sizes and (node.op == "get_attr" or not _has_tensor(node))):
+            if all(source in copies for source in node.all_input_nodes):
+                copies[node] = graph.node_copy(node, lambda source: copies[source])
+    graph.output(tuple(copies[node] for node in joint.grads.values()))
+    graph.eliminate_dead_code()
+    for node in graph.find_nodes(op="placeholder"):
+        if not node.users:
+            graph.erase_node(node)
+    graph.lint()
+    return graph
+
+
+def _placeholder(graph: fx.Graph, node: fx.Node, role: tuple[str, int]) -> fx.Node:
+    copy = graph.placeholder(node.name)
+    copy.meta = {**node.meta, "role": role}
+    return copy
+
+
+def _has_tensor(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor | tuple | list)
+
+
+def _is_view(node: fx.Node) -> bool:
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return is_getitem(node) and _is_view(node.args[0])  # type: ignore[arg-type]
+    if node.target in _COPYING_VIEWS:
+        return True
+    returns = node.target._schema.returns
+    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+# `reshape` is a view wherever it can be one; running it again costs at most a copy.
+_COPYING_VIEWS = {aten.reshape.default}
+
+
+def _reads_any(node: fx.Node, sources: set[fx.Node]) -> bool:
+    return any(source in sources for source in node.all_input_nodes)

@@ -1,0 +1,191 @@
+"""The artefact: a folder with the program, its plan, log, graphs, and the fingerprint that tells whether it still fits.
+
+step.py               the program
+plan.yaml             the plan it was compiled for
+log.jsonl             the pass log
+state_map.json        every weight and buffer: shape, dtype, trained or not, tied to what
+fingerprint.json      versions, plan and weights; compared field by field on load
+constants.safetensors tensors the program refers to; buffers.safetensors: buffers that the model computes itself
+graphs/STAGE/UNIT.txt the graphs of every stage
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from moec.codegen.program import ProgramText
+from moec.compiler._torch_compat import FakeTensor
+from moec.compiler.errors import ArtifactError
+from moec.compiler.log import PassLog
+from moec.compiler.plan import Plan
+from moec.compiler.printer import StageGraphs
+from moec.runtime.program import CONSTANTS, PROGRAM
+
+PLAN, LOG, STATE_MAP, FINGERPRINT, GRAPHS = "plan.yaml", "log.jsonl", "state_map.json", "fingerprint.json", "graphs"
+BUFFERS, WEIGHTS = "buffers.safetensors", "weights.safetensors"
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class StateMap:
+    """Every weight and buffer of a program, without their values.
+
+    weights, buffers: path -> {"shape", "dtype"}, for weights also "requires_grad", for buffers "persistent".
+    aliases: other path of a tied tensor -> its owner. without_gradient: trainable by flag, but never reached.
+    """
+
+    weights: dict[str, dict[str, Any]]
+    buffers: dict[str, dict[str, Any]]
+    aliases: dict[str, str]
+    without_gradient: list[str]
+    vocabulary: int | None
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, aliases: dict[str, str], without_gradient: list[str], vocabulary: int | None
+    ) -> StateMap:
+        """The map of a module as it is now."""
+        saved = set(model.state_dict())
+        weights = {
+            path: {**_describe(weight), "requires_grad": weight.requires_grad}
+            for path, weight in model.named_parameters(remove_duplicate=False)
+        }
+        buffers = {
+            path: {**_describe(buffer), "persistent": path in saved}
+            for path, buffer in model.named_buffers(remove_duplicate=False)
+        }
+        return cls(weights, buffers, aliases, without_gradient, vocabulary)
+
+    def digest(self) -> str:
+        """Changes when any path, shape, dtype or trained flag does."""
+        return hashlib.sha256(json.dumps([self.weights, self.buffers], sort_keys=True).encode()).hexdigest()[:16]
+
+
+def write_artifact(
+    folder: Path,
+    *,
+    program: ProgramText,
+    plan: Plan,
+    log: PassLog,
+    stages: Mapping[str, StageGraphs],
+    state_map: StateMap,
+    device: str,
+    derived_buffers: Mapping[str, Tensor],
+) -> dict[str, Any]:
+    """Write everything but weights into `folder`, and return the fingerprint."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / PROGRAM).write_text(program.text)
+    (folder / PLAN).write_text(plan.to_yaml())
+    log.write(folder / LOG)
+    (folder / STATE_MAP).write_text(json.dumps(asdict(state_map), indent=1) + "\n")
+    fingerprint = {
+        "format": FORMAT,
+        "torch": _minor(torch.__version__),
+        "device": device,
+        "weights": state_map.digest(),
+        "plan": plan.to_dict(),
+        "program": hashlib.sha256(program.text.encode()).hexdigest()[:16],
+    }
+    (folder / FINGERPRINT).write_text(json.dumps(fingerprint, indent=1) + "\n")
+    _write_tensors(folder / CONSTANTS, program.constants)
+    _write_tensors(folder / BUFFERS, derived_buffers)
+    for name, graphs in stages.items():
+        graphs.save(folder / GRAPHS / name)
+    return fingerprint
+
+
+def read_json(folder: Path, name: str) -> dict[str, Any]:
+    """One of the JSON files; raises ArtifactError when it is missing or broken."""
+    path = folder / name
+    if not path.is_file():
+        raise ArtifactError(
+            f"{folder} has no {name}", why="it is no moec artefact, or an incomplete one", hint="compile it again"
+        )
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ArtifactError(f"{path} is damaged", why=str(error), hint="compile it again") from error
+
+
+def read_stages(folder: Path) -> dict[str, StageGraphs]:
+    """The graphs of every stage, in the order in which they were made."""
+    root = folder / GRAPHS
+    found = {path.name: StageGraphs.read(path.name, path) for path in root.iterdir()} if root.is_dir() else {}
+    return {name: found[name] for name in STAGES if name in found}
+
+
+def check_fingerprint(folder: Path, plan: Plan | None, state_map: StateMap | None) -> dict[str, Any]:
+    """The saved fingerprint, after comparing it with this torch and, where given, a plan and a model.
+
+    Raises ArtifactError naming the first field that differs.
+    """
+    saved = read_json(folder, FINGERPRINT)
+    here: dict[str, Any] = {"format": FORMAT, "torch": _minor(torch.__version__)}
+    if plan is not None:
+        here["plan"] = plan.to_dict()
+    for name, value in here.items():
+        _compare(folder, name, saved.get(name), value)
+    if state_map is not None and saved["weights"] != state_map.digest():
+        raise _stale(folder, *_first_difference(StateMap(**read_json(folder, STATE_MAP)), state_map))
+    return saved
+
+
+def derived_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Buffers that a model leaves out of its state_dict, where they have values (none on fake or meta tensors)."""
+    saved = set(model.state_dict())
+    return {
+        path: buffer.detach().cpu().contiguous()
+        for path, buffer in model.named_buffers()
+        if path not in saved and not buffer.is_meta and not isinstance(buffer, FakeTensor)
+    }
+
+
+def _compare(folder: Path, name: str, saved: Any, here: Any) -> None:
+    if isinstance(saved, dict) and isinstance(here, dict):
+        for key in sorted({*saved, *here}):
+            _compare(folder, f"{name}.{key}", saved.get(key), here.get(key))
+    elif saved != here:
+        raise _stale(folder, name, saved, here)
+
+
+def _stale(folder: Path, name: str, saved: Any, here: Any) -> ArtifactError:
+    return ArtifactError(
+        f"the artefact in {folder} is stale: {name} differs",
+        where=name,
+        why=f"compiled for {saved!r}, now {here!r}",
+        hint="compile again, or use what it was compiled for",
+    )
+
+
+def _first_difference(saved: StateMap, here: StateMap) -> tuple[str, Any, Any]:
+    for kind in ("weights", "buffers"):
+        one, two = getattr(saved, kind), getattr(here, kind)
+        for path in sorted({*one, *two}):
+            if one.get(path) != two.get(path):
+                return path, one.get(path, "absent"), two.get(path, "absent")
+    return "weights", "another order", "this order"
+
+
+def _describe(tensor: Tensor) -> dict[str, Any]:
+    return {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+
+
+def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    if tensors:
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split("+")[0].split(".")[:2])
+
+
+STAGES = ("captured", "fused", "joint", "placed", "lowered")

@@ -1,0 +1,358 @@
+"""`moec.compile(model, plan)`: all stages in order, from a module to a running, readable training step.
+
+1. captured    the view of the model, traced on fakes; one graph per layer template and the outer graph
+2. fused       semantic passes on every graph (passes/)
+3. joint       each graph differentiated
+4. placed      split into forward and backward, with a decision for every value that crosses
+5. lowered     an implementation chosen for every dialect op
+6. emitted     the program text; loaded again from that text, so what runs is what can be read
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, fx, nn
+
+from moec.artifact import StateMap, derived_buffers, write_artifact
+from moec.codegen.program import OBJECTIVE, ProgramText, Section, write_program
+from moec.codegen.update import header_text, update_text
+from moec.compiler.capture import Capture, capture
+from moec.compiler.cost import graph_cost
+from moec.compiler.differentiate import Joint, differentiate
+from moec.compiler.errors import PlanError, UnsupportedModelError
+from moec.compiler.graph import OUTER, Unit
+from moec.compiler.log import PassLog, StageTime
+from moec.compiler.lower import lower
+from moec.compiler.partition import Partitioned, partition
+from moec.compiler.pass_manager import Pass, PassContext, Pipeline
+from moec.compiler.plan import Plan
+from moec.compiler.printer import StageGraphs, graph_text
+from moec.compiler.region_op import templates_in_scope
+from moec.compiler.spec import check_stage
+from moec.compiler.view import TrainingView
+from moec.models.adapters import training_view
+from moec.passes import SEMANTIC_PASSES
+from moec.runtime.program import load_program
+from moec.runtime.state import StepState
+from moec.step import CompiledStep
+
+
+@dataclass
+class Compilation:
+    """Everything the stages produced; `compile` wraps it into a step, the command line prints it.
+
+    stages: stage name -> graphs as text. state_map: weights, buffers and what they are (artifact.py).
+    """
+
+    model: nn.Module
+    view: TrainingView
+    plan: Plan
+    captured: Capture
+    log: PassLog
+    sections: list[Section] = field(default_factory=list)
+    outer: Partitioned | None = None
+    stages: dict[str, StageGraphs] = field(default_factory=dict)
+    program: ProgramText | None = None
+
+
+AfterPass = Callable[[Pass, Unit], None]
+
+
+def compile(model: nn.Module, plan: Plan | None = None) -> CompiledStep:
+    """Compile a training step for `model`, which keeps its parameters: the step updates them in place.
+
+    model: an nn.Module of ours, of Hugging Face, or any whose forward(input_ids, labels) returns its loss; in training
+    mode. plan: shapes, optimizer, recomputation (compiler/plan.py); the default plan where it is None.
+
+    Raises CaptureError, PlanError, UnsupportedModelError or UnsupportedOpError before anything runs.
+    """
+    plan = plan or Plan()
+    compilation = build(model, plan)
+    folder = Path(tempfile.mkdtemp(prefix="moec-step-"))
+    write(compilation, folder)
+    state = StepState.from_module(model, without_gradient=weights_without_gradient(compilation))
+    return CompiledStep.of(load_program(folder), state, folder, compilation.log)
+
+
+def write(compilation: Compilation, folder: Path) -> None:
+    """Write a compilation as an artefact that `moec.load` reads."""
+    assert compilation.program is not None
+    model, captured = compilation.model, compilation.captured
+    unreached = weights_without_gradient(compilation)
+    write_artifact(
+        folder,
+        program=compilation.program,
+        plan=compilation.plan,
+        log=compilation.log,
+        stages=compilation.stages,
+        state_map=StateMap.of(model, captured.tied, unreached, compilation.view.vocabulary),
+        device=str(_device(model)),
+        derived_buffers=derived_buffers(model),
+    )
+
+
+def build(model: nn.Module, plan: Plan, after_pass: AfterPass | None = None) -> Compilation:
+    """All stages up to the program's text; works on fake and meta weights too."""
+    if not model.training:
+        raise UnsupportedModelError(
+            "the model is in evaluation mode", why="a training step is compiled", hint="call model.train() first"
+        )
+    log = PassLog()
+    view = _checked_view(model, plan)
+    with _timed(log, "captured") as count:
+        captured = capture(view, plan, example_inputs(model, plan))
+        count(unit.graph for unit in captured.program.units.values())
+    log.notes += captured.notes
+    log.near_misses += captured.near_misses
+    result = Compilation(model, view, plan, captured, log)
+    result.stages["captured"] = _unit_graphs("captured", captured)
+    with _timed(log, "fused") as count:
+        run_passes(captured, plan, log, after_pass)
+        count(unit.graph for unit in captured.program.units.values())
+    result.stages["fused"] = _unit_graphs("fused", captured)
+    _differentiate_and_place(result)
+    with _timed(log, "emitted"):
+        result.program = _emit(result)
+    return result
+
+
+def run_passes(captured: Capture, plan: Plan, log: PassLog, after_pass: AfterPass | None = None) -> None:
+    """The semantic passes that the plan does not disable, in order, on every unit."""
+    passes = selected_passes(plan)
+
+    def after(step: Pass, unit: Unit) -> None:
+        if plan.check:
+            check_stage(unit, step)
+        if after_pass is not None:
+            after_pass(step, unit)
+
+    pipeline = Pipeline(passes, cost=graph_cost, after_pass=after)
+    pipeline.validate()
+    log.records += pipeline.run(captured.program, PassContext(plan=plan))
+
+
+def selected_passes(plan: Plan) -> list[Pass]:
+    """Passes to run; a name in plan.disable that is no pass raises PlanError."""
+    known = [step.name for step in SEMANTIC_PASSES]
+    unknown = [name for name in plan.disable if name not in known]
+    if unknown:
+        raise PlanError(
+            f"plan.disable names {', '.join(unknown)}, which is no pass",
+            where="plan.disable",
+            hint=f"passes: {', '.join(known)}",
+        )
+    return [step for step in SEMANTIC_PASSES if step.name not in plan.disable]
+
+
+def example_inputs(model: nn.Module, plan: Plan) -> dict[str, Tensor]:
+    """Tensors of the plan's shapes on the model's device; only their metadata is used."""
+    device = _device(model)
+    ids = torch.zeros(plan.batch, plan.length, dtype=torch.int64, device=device)
+    inputs = {"input_ids": ids, "labels": ids, "inverse_tokens": torch.ones((), device=device)}
+    return inputs | ({"document_ids": ids} if plan.packing else {})
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
+
+
+def weights_without_gradient(compilation: Compilation) -> list[str]:
+    """Trainable parameters that no gradient reaches by the model's own design; the optimizer leaves them alone."""
+    joint = compilation.outer.joint if compilation.outer is not None else None
+    assert joint is not None
+    reached = {joint.unit.signature.inputs[index].name for index in joint.grads}
+    for section in compilation.sections:
+        own = section.parts.joint
+        names = {own.unit.signature.inputs[index].name for index in own.grads}
+        lost = set(section.template.weight_names) - names
+        reached -= {f"{path}.{name}" for path in section.template.paths for name in lost}
+    tied = compilation.captured.tied
+    wanted = [n for n, p in compilation.model.named_parameters(remove_duplicate=False) if p.requires_grad]
+    return [
+        name for name in wanted if name not in tied and name not in reached and not _alias_reached(name, tied, reached)
+    ]
+
+
+def _alias_reached(name: str, tied: dict[str, str], reached: set[str]) -> bool:
+    return any(owner == name and alias in reached for alias, owner in tied.items())
+
+
+def _checked_view(model: nn.Module, plan: Plan) -> TrainingView:
+    view = training_view(model, plan)
+    if plan.packing and view.packing_refusal:
+        raise UnsupportedModelError(
+            "the plan packs documents, but this model cannot keep them apart",
+            where=view.packing_refusal,
+            hint="set packing: false in the plan, and give one document per row",
+        )
+    if view.max_length is not None and plan.length > view.max_length:
+        raise PlanError(
+            f"plan field length is {plan.length}",
+            where="plan.length",
+            why=f"the model supports at most {view.max_length} positions",
+        )
+    if plan.dtype is not None:
+        _check_dtype(model, plan)
+    return view
+
+
+def _check_dtype(model: nn.Module, plan: Plan) -> None:
+    sizes: dict[torch.dtype, int] = {}
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
+    main = max(sizes, key=lambda dtype: sizes[dtype]) if sizes else None
+    if main is not None and main != getattr(torch, str(plan.dtype)):
+        raise PlanError(
+            f"plan field dtype is {plan.dtype}, the model's parameters are {str(main).removeprefix('torch.')}",
+            where="plan.dtype",
+            hint=f"convert the model first (model.to(torch.{plan.dtype})), or leave dtype out",
+        )
+
+
+def _differentiate_and_place(result: Compilation) -> None:
+    captured, plan, log = result.captured, result.plan, result.log
+    graphs: dict[str, fx.Graph] = {}
+    joints: dict[str, Joint] = {}
+    with _timed(log, "joint") as count:
+        for template in captured.templates.values():
+            joints[template.name] = differentiate(template.unit)
+            graphs[template.name] = joints[template.name].graph
+        count(graphs.values())
+    recomputed = _recompute_rules(plan, captured)
+    with _timed(log, "placed") as count:
+        for template in captured.templates.values():
+            parts = partition(joints[template.name], recompute=template.name in recomputed)
+            template.place(parts)
+            result.sections.append(Section(template, parts))
+    with _timed(log, "joint (outer)") as count, templates_in_scope(captured.templates):
+        _report_only(captured.program.outer)
+        outer = differentiate(captured.program.outer)
+        _by_path_only(outer)
+        graphs[OUTER] = outer.graph
+        count([outer.graph])
+    result.stages["joint"] = StageGraphs("joint", {name: graph_text(graph) for name, graph in graphs.items()})
+    with _timed(log, "placed (outer)") as count:
+        result.outer = partition(outer)
+        everything = [*((s.template.name, s.parts) for s in result.sections), (OUTER, result.outer)]
+        count(graph for _, parts in everything for graph in (parts.forward, parts.backward))
+    log.placements = {name: parts.placements for name, parts in everything}
+    result.stages["placed"] = _placed_graphs("placed", everything)
+    with _timed(log, "lowered"):
+        for _, parts in everything:
+            for graph in (parts.forward, parts.backward):
+                log.lowering |= lower(graph)
+    result.stages["lowered"] = _placed_graphs("lowered", everything)
+
+
+def _recompute_rules(plan: Plan, captured: Capture) -> set[str]:
+    """Templates that plan.recompute names; a pattern that matches no layer is an error, and so is a split template."""
+    chosen: set[str] = set()
+    for pattern in plan.recompute:
+        hit = False
+        for template in captured.templates.values():
+            matched = [path for path in template.paths if fnmatch.fnmatch(path, pattern)]
+            hit = hit or bool(matched)
+            if matched and len(matched) < len(template.paths):
+                template_rest = [path for path in template.paths if path not in matched]
+                raise PlanError(
+                    f"recompute rule {pattern!r} covers {matched[0]} but not {template_rest[0]}",
+                    where="plan.recompute",
+                    why=f"layers that share the template {template.name} are placed alike",
+                    hint="use a pattern that covers all layers of the kind",
+                )
+            if matched:
+                chosen.add(template.name)
+        if not hit:
+            paths = sorted({path for template in captured.templates.values() for path in template.paths})
+            near = difflib.get_close_matches(pattern, paths, n=3, cutoff=0.2) or paths[:3]
+            raise PlanError(
+                f"recompute rule {pattern!r} matches no layer",
+                where="plan.recompute",
+                hint=f"layers are, for example: {', '.join(near)}",
+            )
+    return chosen
+
+
+def _report_only(unit: Unit) -> None:
+    """Backward starts from the objective alone: every other result is detached."""
+    output = unit.graph.output_node()
+    values = list(output.args[0])  # type: ignore[arg-type]
+    for index, description in enumerate(unit.signature.outputs):
+        node = values[index]
+        if description.name != OBJECTIVE and isinstance(node, fx.Node):
+            with unit.graph.inserting_before(output):
+                values[index] = unit.graph.call_function(torch.ops.aten.detach.default, (node,))
+                values[index].meta = dict(node.meta)
+    output.args = (tuple(values),)
+    unit.module.recompile()
+
+
+def _by_path_only(outer: Joint) -> None:
+    """In the emitted program a layer finds its weights and saved values by its path: drop them from the calls."""
+    for node in outer.graph.nodes:
+        if node.target is torch.ops.moec.region.default:
+            template, path, inputs, _ = node.args
+            node.args = (template, path, inputs, [])
+        elif node.target is torch.ops.moec.region_backward.default:
+            template, path, *_, tangents = node.args
+            node.args = (template, path, [], [], [], tangents)
+    outer.graph.eliminate_dead_code()
+
+
+def _emit(result: Compilation) -> ProgramText:
+    assert result.outer is not None
+    names = [value.name for value in result.captured.program.outer.signature.outputs]
+    return write_program(
+        header_text(type(result.model).__name__, result.plan, result.captured),
+        _device(result.model),
+        result.sections,
+        result.outer,
+        names,
+        update_text(result.plan, balanced_routers(result)),
+    )
+
+
+def balanced_routers(result: Compilation) -> list[tuple[str, str, int]]:
+    """(bias path, histogram path, top-k) of every router whose counts the program writes."""
+    written = result.outer.joint.buffers if result.outer is not None else {}
+    return [router for router in result.view.balanced if router[1] in written]
+
+
+def _unit_graphs(stage: str, captured: Capture) -> StageGraphs:
+    return StageGraphs(
+        stage,
+        {
+            unit.name: graph_text(unit.graph, {node: value.name for node, value in unit.placeholders()})
+            for unit in captured.program.units.values()
+        },
+    )
+
+
+def _placed_graphs(stage: str, everything: list[tuple[str, Partitioned]]) -> StageGraphs:
+    texts = {}
+    for name, parts in everything:
+        texts[f"{name}.forward"] = graph_text(parts.forward)
+        texts[f"{name}.backward"] = graph_text(parts.backward)
+    return StageGraphs(stage, texts)
+
+
+@contextmanager
+def _timed(log: PassLog, stage: str) -> Iterator[Callable[..., None]]:
+    counted = [0]
+
+    def count(graphs: Iterator[fx.Graph]) -> None:
+        counted[0] = sum(len(graph.nodes) for graph in graphs)
+
+    started = time.perf_counter()
+    yield count
+    log.stages.append(StageTime(stage, time.perf_counter() - started, counted[0]))

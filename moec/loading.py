@@ -1,0 +1,87 @@
+"""`moec.load(folder)`: run an emitted step again, without the model's source and without tracing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from moec.artifact import BUFFERS, LOG, STATE_MAP, WEIGHTS, StateMap, check_fingerprint, read_json
+from moec.compiler.errors import ArtifactError
+from moec.compiler.log import PassLog
+from moec.compiler.plan import Plan
+from moec.runtime.program import load_program
+from moec.runtime.state import StepState
+from moec.step import CompiledStep
+
+
+def load(
+    folder: str | Path,
+    model: nn.Module | None = None,
+    *,
+    weights: str | Path | None = None,
+    plan: Plan | None = None,
+) -> CompiledStep:
+    """The step of an artefact.
+
+    model: train this module's parameters in place. weights: a safetensors file to start from instead; by default the
+    one that `step.save(folder, weights=True)` wrote. plan: what the caller expects; only compared.
+
+    Raises ArtifactError naming the field when the artefact was compiled for another plan, model or torch version, and
+    when there are no weights to run on.
+    """
+    folder = Path(folder)
+    saved = StateMap(**read_json(folder, STATE_MAP))
+    here = None if model is None else StateMap.of(model, saved.aliases, saved.without_gradient, saved.vocabulary)
+    check_fingerprint(folder, plan, here)
+    program = load_program(folder)
+    if model is not None:
+        state = StepState.from_module(model, without_gradient=saved.without_gradient)
+    else:
+        state = _state_from_files(folder, saved, program.DEVICE, weights)
+    return CompiledStep.of(program, state, folder, PassLog.read(folder / LOG))
+
+
+def _state_from_files(folder: Path, saved: StateMap, device: torch.device, weights: str | Path | None) -> StepState:
+    path = Path(weights) if weights is not None else folder / WEIGHTS
+    if not path.is_file():
+        raise ArtifactError(
+            f"no weights at {path}",
+            why="the artefact was saved without them" if weights is None else "",
+            hint="give weights=FILE.safetensors or a model, or save with step.save(folder, weights=True)",
+        )
+    values = _read(path, device)
+    values |= _read(folder / BUFFERS, device) if (folder / BUFFERS).is_file() else {}
+    tensors = {}
+    for name, description in {**saved.weights, **saved.buffers}.items():
+        owner = saved.aliases.get(name, name)
+        if owner not in values:
+            raise ArtifactError(f"{path} has no value for {owner}", hint="it belongs to another model")
+        value = values[owner]
+        found = [list(value.shape), str(value.dtype).removeprefix("torch.")]
+        if found != [description["shape"], description["dtype"]]:
+            raise ArtifactError(
+                f"{owner} in {path} is {found[1]} {found[0]}",
+                why=f"the program needs {description['dtype']} {description['shape']}",
+            )
+        tensors[name] = value
+    trainable = tuple(
+        name
+        for name, description in saved.weights.items()
+        if description["requires_grad"] and name not in saved.aliases and name not in saved.without_gradient
+    )
+    return StepState(
+        weights={name: tensors[name] for name in saved.weights},
+        buffers={name: tensors[name] for name in saved.buffers},
+        trainable=trainable,
+        without_gradient=tuple(saved.without_gradient),
+        aliases=saved.aliases,
+        derived_buffers=frozenset(n for n, d in saved.buffers.items() if not d["persistent"]),
+    )
+
+
+def _read(path: Path, device: torch.device) -> dict[str, Tensor]:
+    with safe_open(path, framework="pt", device=str(device)) as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)

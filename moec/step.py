@@ -1,0 +1,80 @@
+"""What `moec.compile` and `moec.load` return: a training step that can show how it was made."""
+
+from __future__ import annotations
+
+import difflib
+import shutil
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from safetensors.torch import save_file
+
+from moec.artifact import FINGERPRINT, PLAN, STATE_MAP, WEIGHTS, read_json, read_stages
+from moec.compiler.errors import ArtifactError
+from moec.compiler.log import PassLog
+from moec.compiler.plan import Plan
+from moec.compiler.printer import StageGraphs
+from moec.runtime.program import PROGRAM
+from moec.runtime.state import StepState
+from moec.runtime.step import TrainStep
+
+
+class CompiledStep(TrainStep):
+    """A `TrainStep` with its log, the graphs of every stage, and its source text.
+
+    folder: where the artefact lies (a temporary one until `save`).
+    """
+
+    folder: Path
+    log: PassLog
+
+    @classmethod
+    def of(cls, program: ModuleType, state: StepState, folder: Path, log: PassLog) -> CompiledStep:
+        """The step for a loaded program and a state."""
+        fingerprint = read_json(folder, FINGERPRINT)
+        vocabulary = read_json(folder, STATE_MAP)["vocabulary"]
+        step = cls(program, state, Plan.from_yaml(folder / PLAN), fingerprint, vocabulary)
+        step.folder, step.log = folder, log
+        return step
+
+    @property
+    def source(self) -> str:
+        """The text of step.py as it runs."""
+        return (self.folder / PROGRAM).read_text()
+
+    def graph(self, stage: str) -> StageGraphs:
+        """The graphs of a stage: `captured`, `fused`, `joint`, `placed` or `lowered`; prints, saves and diffs."""
+        return pick_stage(self.folder, stage)
+
+    def save(self, folder: str | Path, *, weights: bool = False) -> Path:
+        """Write the artefact to `folder`, which `moec.load` reads; with `weights` the values too."""
+        folder = Path(folder)
+        shutil.copytree(self.folder, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+        if weights:
+            values = {**self.state.weights, **{p: b for p, b in self.state.buffers.items()}}
+            owned = {
+                path: value.detach().contiguous() for path, value in values.items() if path not in self.state.aliases
+            }
+            save_file(owned, folder / WEIGHTS)
+        return folder
+
+
+def pick_stage(folder: Path, stage: str) -> StageGraphs:
+    """One stage's graphs of an artefact; an unknown name raises ArtifactError with the known ones."""
+    stages = read_stages(folder)
+    if stage not in stages:
+        near = difflib.get_close_matches(stage, stages, n=1)
+        raise ArtifactError(
+            f"no stage {stage!r}",
+            where=str(folder),
+            hint=f"did you mean {near[0]}?" if near else f"stages: {', '.join(stages)}",
+        )
+    return stages[stage]
+
+
+def describe(fingerprint: dict[str, Any]) -> str:
+    """One line on what an artefact was compiled for."""
+    plan = fingerprint["plan"]
+    shape = f"{plan['accumulation']} x [{plan['batch']}, {plan['length']}]"
+    return f"{shape} tokens on {fingerprint['device']}, torch {fingerprint['torch']}"
