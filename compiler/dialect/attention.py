@@ -137,6 +137,7 @@ def _fake(
     window: int,
     causal: bool,
 ) -> tuple[Tensor, Tensor]:
+    _check(q, k, v, window, causal)
     batch, length, heads, _ = q.shape
     return q.new_empty(batch, length, heads, v.shape[3]), q.new_empty(batch, heads, length, dtype=math_dtype(q.dtype))
 
@@ -224,8 +225,8 @@ def _by_token(x: Tensor, batch: int, length: int, heads: int, dtype: torch.dtype
     return torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device).copy_(x)
 
 
-_PAIRS = "(Piecewise((Min(window, T), window > 0), (T, True)))"
-_VISIBLE = f"(T*{_PAIRS} - {_PAIRS}*({_PAIRS} - 1)/2)"
+_REACH = "Piecewise((Min(window, T), window > 0), (T, True))"
+_PAIRS = f"(causal*(T*{_REACH} - {_REACH}*({_REACH} - 1)/2) + (1 - causal)*T**2)"
 
 define_op(
     "attention",
@@ -239,8 +240,8 @@ define_op(
     backward=_backward,
     backward_fake=_backward_fake,
     shapes={"q": "B T H Dk", "k": "B T G Dk", "v": "B T G Dv", "document_ids": "B T", "sinks": "H"},
-    flops=f"2*B*H*(Dk + Dv)*{_VISIBLE}",
-    backward_flops=f"2*B*H*(3*Dk + 2*Dv)*{_VISIBLE}",
+    flops=f"2*B*H*(Dk + Dv)*{_PAIRS}",
+    backward_flops=f"2*B*H*(3*Dk + 2*Dv)*{_PAIRS}",
     source="arXiv 1706.03762; memory-linear backward arXiv 2112.05682; sinks arXiv 2309.17453",
     summary="softmax attention with grouped heads, window, sinks and packed documents",
 )

@@ -9,10 +9,16 @@ loss = lse - z[label]. Backward recomputes z from the same inputs and uses the s
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from moec.compiler.dialect._define import define_op, math_dtype
+
+# Logits per block of rows that fit a CPU's cache (2 MiB of fp32), and the fewest rows that keep the matmuls efficient.
+CACHED_LOGITS = 1 << 19
+MIN_ROWS = 128
 
 
 def linear_cross_entropy(
@@ -28,9 +34,10 @@ def linear_cross_entropy(
     """Cross entropy of hidden [N,D] against labels int64 [N] through the head weight [V,D] (and bias [V]).
 
     Returns losses [N], 0 where the label is ignore_index, and lse [N], the log of the softmax denominator; both float32
-    (float64 for float64 inputs). The log-probability of a label is -losses. At most chunk x V logits exist at once.
+    (float64 for float64 inputs). The log-probability of a label is -losses. At most chunk x V logits exist at once; a
+    device may take fewer rows at a time.
     A label that is neither ignore_index nor in [0, V) raises IndexError on CPU; on CUDA, where reading the labels would
-    stall the device, its loss is NaN and its row adds nothing to any gradient.
+    stall the device, its loss is NaN and its row adds nothing to any gradient. ValueError for a chunk below 1.
     """
     return torch.ops.moec.linear_cross_entropy(hidden, weight, labels, bias, ignore_index, softcap, chunk)
 
@@ -45,18 +52,19 @@ def _forward(
     chunk: int,
 ) -> tuple[Tensor, Tensor]:
     _check_labels(labels, ignore_index, weight.shape[0])
+    if chunk < 1:
+        raise ValueError(f"moec::linear_cross_entropy: chunk={chunk} rows, expected at least 1")
     dtype = math_dtype(hidden.dtype)
     losses = hidden.new_empty(hidden.shape[0], dtype=dtype)
     lse = torch.empty_like(losses)
     matrix = _operand(weight)
-    for start in range(0, hidden.shape[0], chunk):
-        rows = slice(start, start + chunk)
+    for rows in _blocks(hidden, weight, chunk):
         logits = _logits(hidden[rows], matrix, bias, softcap)
         label, ignored, wrong = _targets(labels[rows], ignore_index, weight.shape[0])
-        target = logits.gather(1, label.unsqueeze(1)).squeeze(1)
-        norm = lse[rows]
-        torch.logsumexp(logits, 1, out=norm)
-        losses[rows] = (norm - target).masked_fill_(ignored, 0).masked_fill_(wrong, float("nan"))
+        # log_softmax is one fused pass; logsumexp takes several, and slower exponentials on a CPU.
+        loss = logits.log_softmax(1).gather(1, label.unsqueeze(1)).squeeze(1).neg_()
+        lse[rows] = logits.gather(1, label.unsqueeze(1)).squeeze(1) + loss
+        losses[rows] = loss.masked_fill_(ignored, 0).masked_fill_(wrong, float("nan"))
     return losses, lse
 
 
@@ -77,8 +85,7 @@ def _backward(
     grad_weight = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
     grad_bias = hidden.new_zeros(0 if bias is None else bias.shape[0], dtype=dtype)
     matrix = _operand(weight)
-    for start in range(0, hidden.shape[0], chunk):
-        rows = slice(start, start + chunk)
+    for rows in _blocks(hidden, weight, chunk):
         logits = _logits(hidden[rows], matrix, bias, softcap)
         slope = None if softcap <= 0 else 1 - (logits / softcap).square_()
         label, ignored, wrong = _targets(labels[rows], ignore_index, weight.shape[0])
@@ -124,6 +131,14 @@ def _backward_fake(
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad_bias = hidden.new_empty(0) if bias is None else bias.new_empty(bias.shape)
     return hidden.new_empty(hidden.shape), weight.new_empty(weight.shape), grad_bias
+
+
+def _blocks(hidden: Tensor, weight: Tensor, chunk: int) -> Iterator[slice]:
+    """Ranges of rows. Each holds at most half a chunk, because its logits exist twice for a moment."""
+    step = max(1, chunk // 2)
+    if hidden.device.type == "cpu":
+        step = min(step, max(MIN_ROWS, CACHED_LOGITS // max(1, weight.shape[0])))
+    return (slice(start, start + step) for start in range(0, hidden.shape[0], step))
 
 
 def _check_labels(labels: Tensor, ignore_index: int, vocabulary: int) -> None:

@@ -33,7 +33,7 @@ class Definition:
     name: the op's name after `moec::`.
     op, backward: the overloads; `backward` is None for ops without a gradient.
     shapes: argument name -> names of its dimensions, e.g. {"q": "B T H K"}; optional arguments may be absent in a call.
-    flops: floating point operations as a sympy expression of the dimension names and of integer arguments.
+    flops: floating point operations as a sympy expression of the dimension names and of number arguments (bool: 0, 1).
     backward_flops: the same for the backward op, in the names of the forward's shapes.
     recompute: whether a partition may run the op again in backward (never for routing decisions).
     source: paper or section that states the formula.
@@ -62,9 +62,9 @@ class Definition:
         names = [argument.name for argument in self.op._schema.arguments]
         given = dict(zip(names, args, strict=False)) | dict(kwargs)
         sizes: dict[str, sympy.Expr] = {
-            name: sympy.sympify(value)
+            name: sympy.sympify(int(value) if isinstance(value, bool) else value)
             for name, value in given.items()
-            if isinstance(value, int | float) and not isinstance(value, bool)
+            if isinstance(value, int | float)
         }
         for name, dimensions in self.shapes.items():
             value = given.get(name)

@@ -141,6 +141,7 @@ def _route_fake(
     top_groups: int,
     renorm_eps: float,
 ) -> tuple[Tensor, Tensor]:
+    _check(logits, top_k, score, softmax_after_topk, groups, top_groups)
     tokens = logits.shape[0]
     return logits.new_empty(tokens, top_k), logits.new_empty(tokens, top_k, dtype=torch.int64)
 
