@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from moec.compiler.dialect._define import define_op, math_dtype
@@ -123,8 +124,14 @@ def _rows_by_choice(order: Tensor, choices: int) -> Iterator[Tensor]:
 
 def _grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
     matrices = weight if transposed else weight.transpose(1, 2)
-    y = x.new_empty(x.shape[0], matrices.shape[2])
     x = x.contiguous()
+    if _fits_grouped_mm(x, weight):
+        y = F.grouped_mm(x, matrices, offs=offsets)
+        member = _membership(offsets, x.shape[0])
+        if bias is not None:
+            y += bias.index_select(0, member.clamp_max(bias.shape[0] - 1))
+        return y.masked_fill_((member == offsets.shape[0]).unsqueeze(1), 0)
+    y = x.new_empty(x.shape[0], matrices.shape[2])
     end = 0
     for expert, start, end in _groups(offsets):
         if bias is None:
@@ -140,17 +147,22 @@ def _grouped_linear_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad_y, x = grad_y.contiguous(), x.contiguous()
     matrices = weight.transpose(1, 2) if transposed else weight
+    left, right = (x, grad_y) if transposed else (grad_y, x)
+    if _fits_grouped_mm(x, weight):
+        member = _membership(offsets, x.shape[0])
+        grad_x = F.grouped_mm(grad_y, matrices, offs=offsets)
+        grad_x.masked_fill_((member == offsets.shape[0]).unsqueeze(1), 0)
+        grad_weight = F.grouped_mm(left.t(), right, offs=offsets)
+        return grad_x, grad_weight, x.new_empty(0) if bias is None else _sum_by_expert(grad_y, member, bias)
     grad_x = torch.empty_like(x)
     grad_weight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
     grad_bias = x.new_empty(0) if bias is None else torch.zeros(bias.shape, dtype=bias.dtype, device=bias.device)
     last = end = 0
     for expert, start, end in _groups(offsets):
-        rows, grads = x[start:end], grad_y[start:end]
-        torch.mm(grads, matrices[expert], out=grad_x[start:end])
-        left, right = (rows, grads) if transposed else (grads, rows)
-        torch.mm(left.t(), right, out=grad_weight[expert])
+        torch.mm(grad_y[start:end], matrices[expert], out=grad_x[start:end])
+        torch.mm(left[start:end].t(), right[start:end], out=grad_weight[expert])
         if bias is not None:
-            torch.sum(grads, 0, out=grad_bias[expert])
+            torch.sum(grad_y[start:end], 0, out=grad_bias[expert])
         grad_weight[last:expert].zero_()
         last = expert + 1
     grad_weight[last:].zero_()
@@ -170,12 +182,31 @@ def _grouped_linear_backward_fake(
 
 
 def _groups(offsets: Tensor) -> Iterator[tuple[int, int, int]]:
-    """(expert, first row, end row) of the experts that have rows."""
+    """(expert, first row, end row) of the experts that have rows. On CUDA this waits for the device."""
     start = 0
     for expert, end in enumerate(offsets.tolist()):
         if end > start:
             yield expert, start, end
             start = end
+
+
+def _fits_grouped_mm(x: Tensor, weight: Tensor) -> bool:
+    """Whether torch's grouped matmul takes these operands: bfloat16 on CUDA, every row a multiple of 16 bytes."""
+    aligned = weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0 and weight.is_contiguous()
+    bfloat16 = x.dtype == weight.dtype == torch.bfloat16
+    return x.device.type == "cuda" and bfloat16 and aligned and x.shape[0] > 0
+
+
+def _membership(offsets: Tensor, rows: int) -> Tensor:
+    """The expert of each row, int32 [rows]; rows past the last group get the number of experts."""
+    position = torch.arange(rows, device=offsets.device, dtype=offsets.dtype)
+    return torch.searchsorted(offsets, position, right=True, out_int32=True)
+
+
+def _sum_by_expert(grad_y: Tensor, member: Tensor, bias: Tensor) -> Tensor:
+    """Sums of each expert's rows in float32, as a matmul with the membership matrix: the same order in every run."""
+    belongs = member == torch.arange(bias.shape[0], device=member.device).unsqueeze(1)
+    return torch.mm(belongs.to(grad_y.dtype), grad_y, out_dtype=torch.float32).to(bias.dtype)
 
 
 define_op(
