@@ -154,13 +154,12 @@ def _fold_view(node: fx.Node, rewriter: Rewriter) -> fx.Node | None:
 
 
 def _sizes(node: fx.Node) -> list[Any] | None:
-    """The target sizes of a view as ints, symbolic ones only where the view itself names them."""
+    """The target sizes of a view: those it names, else those of its result, with -1 for one that is symbolic."""
     if node.target in aten("view.default", "reshape.default", "_unsafe_view.default"):
         return list(node.args[1])  # type: ignore[arg-type]
     tensor = tensor_meta(node)
-    if tensor is None or not all(isinstance(size, int) for size in tensor.shape):
-        return None
-    return list(tensor.shape)
+    sizes = [] if tensor is None else [size if isinstance(size, int) else -1 for size in tensor.shape]
+    return sizes if tensor is not None and sizes.count(-1) <= 1 else None
 
 
 def _fold_slice(node: fx.Node, rewriter: Rewriter) -> fx.Node | None:

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moec.compiler.graph import Unit, module_path, tensor_meta
 from moec.compiler.pass_manager import Report
-from moec.compiler.pattern import Failure, Match, Pattern, describe, match, root_targets
+from moec.compiler.pattern import Failure, Match, Pattern, Targets, describe, match, root_targets
 
 
 class Refused(Exception):
@@ -38,6 +38,23 @@ class Rule:
     pattern: Pattern
     rewrite: Callable[[Match, Rewriter], str]
     outputs: tuple[str, ...] = ()
+
+    @property
+    def targets(self) -> Targets:
+        return root_targets(self.pattern)
+
+    def find(self, root: fx.Node) -> Match | Failure:
+        return match(self.pattern, root, self.outputs)
+
+
+@dataclass(frozen=True)
+class Finder:
+    """A rule whose pattern has no fixed size, e.g. a sum over taps: `find` looks at each node that is in `targets`."""
+
+    what: str
+    targets: Targets
+    find: Callable[[fx.Node], Match | Failure]
+    rewrite: Callable[[Match, Rewriter], str]
 
 
 @dataclass(frozen=True)
@@ -92,10 +109,15 @@ class Rewriter:
         return tuple(self.call(operator.getitem, node, index) for index in range(count))
 
     def replace(self, old: fx.Node, new: fx.Node) -> None:
-        """Let all users of `old` use `new`; raises Refused unless shape and dtype are the same."""
+        """Let all users of `old` use `new`, rounded to the dtype of `old` if that is narrower.
+
+        Raises Refused when the shapes differ, or `new` is the narrower one.
+        """
         before, after = tensor_meta(old), tensor_meta(new)
         if before is not None and after is not None:
-            if before.dtype != after.dtype:
+            if before.dtype != after.dtype and torch.promote_types(before.dtype, after.dtype) == after.dtype:
+                new = self.call(torch.ops.aten.to.dtype, new, before.dtype)
+            elif before.dtype != after.dtype:
                 raise Refused(f"the result is {_short(before.dtype)}, the op would give {_short(after.dtype)}")
             if before.dim() != after.dim() or any(a != b for a, b in zip(before.shape, after.shape, strict=True)):
                 raise Refused(f"the result has shape {list(before.shape)}, the op would give {list(after.shape)}")
@@ -107,11 +129,11 @@ class Rewriter:
             self.graph.erase_node(node)
 
 
-def apply_rules(unit: Unit, rules: Sequence[Rule], report: Report, signs: Sequence[Sign] = ()) -> None:
+def apply_rules(unit: Unit, rules: Sequence[Rule | Finder], report: Report, signs: Sequence[Sign] = ()) -> None:
     """Rewrite `unit.graph` by `rules` and fill `report`."""
-    table: dict[Any, list[Rule]] = {}
+    table: dict[Any, list[Rule | Finder]] = {}
     for rule in rules:
-        for target in root_targets(rule.pattern):
+        for target in rule.targets:
             table.setdefault(target, []).append(rule)
     failures: dict[fx.Node, Failure] = {}
     gone: set[fx.Node] = set()
@@ -119,19 +141,18 @@ def apply_rules(unit: Unit, rules: Sequence[Rule], report: Report, signs: Sequen
         if node in gone or node.op != "call_function":
             continue
         for rule in table.get(node.target, ()):
-            found = match(rule.pattern, node, rule.outputs)
-            if isinstance(found, Match):
-                found = rewrite_match(unit.graph, rule, found, report, gone)
-            if found is None:
+            found = rule.find(node)
+            failure = rewrite_match(unit.graph, rule, found, report, gone) if isinstance(found, Match) else found
+            if failure is None:
                 break
-            for seen in found.nodes:
-                if seen not in failures or len(failures[seen].nodes) <= len(found.nodes):
-                    failures[seen] = found
+            for seen in failure.nodes:
+                if seen not in failures or len(failures[seen].nodes) <= len(failure.nodes):
+                    failures[seen] = failure
     report_signs(unit.graph, signs, report, failures)
 
 
 def rewrite_match(
-    graph: fx.Graph, rule: Rule, found: Match, report: Report, gone: set[fx.Node] | None = None
+    graph: fx.Graph, rule: Rule | Finder, found: Match, report: Report, gone: set[fx.Node] | None = None
 ) -> Failure | None:
     """Rewrite one match and report it; the failure when the rewrite refuses. `gone` collects the erased nodes."""
     rewriter = Rewriter(graph, found.nodes, found.root)

@@ -1,0 +1,142 @@
+"""Pass recognize_mlp: act(gate) * up between the projections of a gated MLP becomes gated_mlp_act.
+
+Gate and up come from two projections, or are halves of one (chunk, split, slices, interleaved columns). The activation
+is one row of `ACTIVATIONS`; roundings between its factors are dropped, since the op rounds once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+import moec.compiler.dialect  # noqa: F401  (registers torch.ops.moec)
+from moec.compiler.graph import Unit, tensor_meta
+from moec.compiler.pass_manager import Pass, PassContext, Report
+from moec.compiler.pattern import Match, Pattern, aten, cast, describe, number, op, origin, source_of, value, var
+from moec.passes.parts import RESHAPES, part_of
+from moec.passes.recognize_norm import ADD, DIV, MUL, input_as_wide_as_result
+from moec.passes.rewrite import Refused, Rewriter, Rule, Sign, apply_rules
+
+_CLAMP, _SIGMOID, _TANH = aten("clamp.default"), aten("sigmoid.default"), aten("tanh.default")
+_RELU = aten("relu.default")
+
+
+class RecognizeMlp(Pass):
+    """See the module docstring."""
+
+    name = "recognize_mlp"
+    requires = ("norms",)
+    provides = ("gated_mlps",)
+    changes_numerics = True
+
+    def run(self, unit: Unit, context: PassContext) -> Report:
+        report = Report()
+        apply_rules(unit, RULES, report, SIGNS)
+        return report
+
+
+@dataclass(frozen=True)
+class Activation:
+    """The op's `kind`, its pattern over "gate" and "up", and the constants (a, b) that a match gives it."""
+
+    kind: str
+    pattern: Pattern
+    constants: Callable[[Match], tuple[float, float]] = lambda found: (0.0, 0.0)
+
+
+_gate, _up, _a, _b = var("gate"), var("up"), number("a"), number("b")
+
+
+def _times_up(activated: Pattern) -> Pattern:
+    return op(MUL, cast(activated, "rounded"), _up, commutes=True)
+
+
+_relu = op(_RELU, _gate)
+_square_of_relu = op(aten("pow.Tensor_Scalar"), _relu, 2) | op(MUL, _relu, _relu) | op(aten("square.default"), _relu)
+
+
+def _bounded(x: Pattern, limit: Pattern) -> Pattern:
+    """limit * tanh(x / limit)"""
+    return op(MUL, op(_TANH, op(DIV, x, limit)), limit, commutes=True)
+
+
+_situ = op(
+    MUL, op(MUL, _bounded(_gate, _a), op(_SIGMOID, _gate), commutes=True), _bounded(_up, _b), commutes=True
+) | op(MUL, _bounded(_gate, _a), op(MUL, op(_SIGMOID, _gate), _bounded(_up, _b), commutes=True), commutes=True)
+
+_clamped_gate = op(_CLAMP, _gate, None, number("limit"), name="clamped") | op(
+    aten("clamp_max.default"), _gate, number("limit"), name="clamped"
+)
+_swish = op(MUL, _clamped_gate, op(_SIGMOID, op(MUL, _clamped_gate, number("alpha"), commutes=True)), commutes=True)
+_clamped_up = op(ADD, op(_CLAMP, _up, number("low"), number("high")), 1)
+_clamped_swiglu = op(MUL, _clamped_up, _swish, commutes=True)
+
+
+def _clamps(found: Match) -> tuple[float, float]:
+    limit = float(found["limit"])
+    if found["high"] != limit or found["low"] != -limit:
+        raise Refused(f"gate is clamped at {limit}, up to [{found['low']}, {found['high']}]")
+    return float(found["alpha"]), limit
+
+
+ACTIVATIONS = (
+    Activation("situ", _situ, lambda found: (float(found["a"]), float(found["b"]))),
+    Activation("clamped_swiglu", _clamped_swiglu, _clamps),
+    Activation(
+        "silu",
+        _times_up(op(aten("silu.default"), _gate) | op(MUL, _gate, op(_SIGMOID, _gate), commutes=True)),
+    ),
+    Activation("gelu", _times_up(op(aten("gelu.default"), _gate))),
+    Activation("gelu_tanh", _times_up(op(aten("gelu.default"), _gate, "tanh"))),
+    Activation("relu2", _times_up(_square_of_relu)),
+)
+
+
+def _rule(activation: Activation) -> Rule:
+    def rewrite(found: Match, rewriter: Rewriter) -> str:
+        gate, up = input_as_wide_as_result(found, rewriter, "gate"), found["up"]
+        a, b = activation.constants(found)
+        before, after = tensor_meta(gate), tensor_meta(up)
+        if before is None or after is None or before.shape != after.shape:
+            raise Refused("gate and up differ in shape")
+        for name, node in (("gate", found["gate"]), ("up", up)):
+            if not is_projection(node):
+                raise Refused(f"{name} is not a projection but {describe(node)}")
+        result = rewriter.call(torch.ops.moec.gated_mlp_act.default, gate, up, activation.kind, a, b)
+        rewriter.replace(found.root, result)
+        return f"gated_mlp_act {activation.kind}" + (f"({a:g}, {b:g})" if b else "")
+
+    return Rule("gated_mlp_act", cast(activation.pattern, "final"), rewrite)
+
+
+def is_projection(node: fx.Node) -> bool:
+    """Whether a node is a (grouped) linear, a part or view of one, or one plus its bias."""
+    while True:
+        node = origin(node)
+        part = part_of(node)
+        if part is not None:
+            node = part.source
+        elif node.target in RESHAPES or node.target in ADD:
+            node = source_of(node)
+        else:
+            return node.target in PROJECTIONS or getattr(node.target, "__name__", "") in _GROUPED_NAMES
+
+
+PROJECTIONS = aten("linear.default", "matmul.default", "mm.default", "addmm.default", "_grouped_mm.default") | {
+    torch.ops.moec.grouped_linear.default
+}
+_GROUPED_NAMES = ("grouped_mm_fallback.default",)
+
+RULES = tuple(map(_rule, ACTIVATIONS))
+SIGNS = (
+    Sign(
+        "gated_mlp_act",
+        op(MUL, cast(op(aten("silu.default", "gelu.default"), _gate | value()), "rounded"), _up, commutes=True),
+        "the gelu has a form that is not known",
+    ),
+    Sign("gated_mlp_act", op(MUL, op(_TANH, op(DIV, _gate, _a)), number("other"), commutes=True), "not a SiTU-GLU"),
+    Sign("gated_mlp_act", _swish, "up is not clamped and shifted by one"),
+)
