@@ -5,15 +5,18 @@ Saving:
 2. rename it to its final name; 3. rewrite LATEST the same way; 4. remove checkpoints beyond the newest `keep`.
 A kill at any point leaves the last good checkpoint, and LATEST names a whole one.
 
-Loading checks everything before it changes anything: every name, shape and dtype, the fingerprint of model and plan,
-and the size of each file. A name that is missing or left over is an error.
+Loading checks everything before it changes anything: the fingerprint of model and plan, every name, shape and dtype,
+and size and checksum of each file. A name that is missing or left over is an error.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+import warnings
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -52,20 +55,20 @@ def save_checkpoint(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         durable.remove_partials(folder)
-        writer = dcp.FileSystemWriter(partial, sync_files=True)
-        dcp.save(state.tensors(), storage_writer=writer, no_dist=True)
+        with _single_process():
+            dcp.save(state.tensors(), storage_writer=dcp.FileSystemWriter(partial, sync_files=True), no_dist=True)
         durable.write_file(partial / MANIFEST, _manifest(partial, state, fingerprint, data))
         durable.publish(partial, final)
         durable.write_file(folder / LATEST, f"{final.name}\n".encode())
         for old in _steps(folder)[:-keep]:
             if old != final:
                 durable.remove_folder(old)
-    except OSError as error:
+    except (OSError, dcp.CheckpointException) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise CheckpointError(
             f"the checkpoint of step {state.step} could not be written",
             where=str(folder),
-            why=error.strerror or str(error),
+            why=_cause(error),
             hint="free space or choose another folder; the checkpoint before it is whole",
         ) from error
     return final
@@ -92,7 +95,8 @@ def load_checkpoint(
         if manifest["data"] is None:
             raise CheckpointError("the checkpoint holds no data position", where=str(path))
         restore_data(manifest["data"])
-    dcp.load(tensors, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+    with _single_process():
+        dcp.load(tensors, storage_reader=dcp.FileSystemReader(path), no_dist=True)
     state.step = manifest["step"]
     state.updates.update(manifest["updates"])
     state.clear_gradients()
@@ -108,6 +112,20 @@ def latest_checkpoint(folder: Path) -> Path | None:
             return named
     whole = _steps(folder)
     return whole[-1] if whole else None
+
+
+@contextmanager
+def _single_process() -> Iterator[None]:
+    """torch warns about running without a process group even when told to."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        yield
+
+
+def _cause(error: OSError | dcp.CheckpointException) -> str:
+    if isinstance(error, dcp.CheckpointException):
+        return "; ".join(sorted({str(failure) for failure, _ in error.failures.values()}))
+    return error.strerror or str(error)
 
 
 def _steps(folder: Path) -> list[Path]:
@@ -126,7 +144,7 @@ def _manifest(partial: Path, state: StepState, fingerprint: Mapping[str, Any], d
         "data": data,
         "updates": state.updates,
         "aliases": state.aliases,
-        "files": {file.name: file.stat().st_size for file in sorted(partial.iterdir())},
+        "files": {file.name: _seal(file) for file in sorted(partial.iterdir())},
         "random": random_state.capture(),
     }
     return json.dumps(content).encode()
@@ -150,11 +168,25 @@ def _read_manifest(path: Path) -> dict[str, Any]:
             where=str(path),
             hint="load it with the version of moec that wrote it",
         )
-    for name, size in manifest["files"].items():
-        found = (path / name).stat().st_size if (path / name).is_file() else None
-        if found != size:
-            raise _damaged(path, f"{name} has {found} bytes instead of {size}" if found else f"{name} is missing")
+    for name, (size, checksum) in manifest["files"].items():
+        if not (path / name).is_file():
+            raise _damaged(path, f"{name} is missing")
+        found = _seal(path / name)
+        if found[0] != size:
+            raise _damaged(path, f"{name} has {found[0]} bytes instead of {size}")
+        if found[1] != checksum:
+            raise _damaged(path, f"{name} has another checksum than when it was written")
     return manifest
+
+
+def _seal(file: Path) -> tuple[int, int]:
+    """Size in bytes and CRC-32 of a file."""
+    size = checksum = 0
+    with file.open("rb") as stream:
+        while block := stream.read(1 << 22):
+            size += len(block)
+            checksum = zlib.crc32(block, checksum)
+    return size, checksum
 
 
 def _damaged(path: Path, why: str) -> CheckpointError:

@@ -93,7 +93,9 @@ def test_a_gradient_of_the_wrong_shape_names_the_weight() -> None:
 
 
 def test_a_left_out_path_must_exist() -> None:
-    with pytest.raises(UnsupportedModelError, match="indexer.weight is listed as without gradient, but is no parameter"):
+    with pytest.raises(
+        UnsupportedModelError, match="indexer.weight is listed as without gradient, but is no parameter"
+    ):
         StepState.from_module(nn.Linear(2, 2), without_gradient=["indexer.weight"])
 
 
