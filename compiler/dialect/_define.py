@@ -102,7 +102,8 @@ def _autograd(
         values = dict(zip(results, outputs, strict=True)) | dict(zip(arguments, inputs, strict=True))
         ctx.metas = {f"grad_{n}": (v.shape, v.dtype, v.device) for n, v in zip(results, outputs, strict=True)}
         ctx.absent = {n for n in arguments if values[n] is None}
-        ctx.layout, tensors = {}, []
+        ctx.layout = {}
+        tensors: list[Tensor] = []
         for name in (name for name in wanted if name in values):
             value = values[name]
             items = value if isinstance(value, list | tuple) else [value]
@@ -114,6 +115,9 @@ def _autograd(
         ctx.save_for_backward(*tensors)
 
     def run(ctx: Any, *grads: Tensor | None) -> Any:
+        if all(grad is None for grad in grads):
+            # Only results that their users do not differentiate were used.
+            return (None,) * len(arguments) if len(arguments) > 1 else None
         saved = ctx.saved_tensors
         given = {f"grad_{name}": grad for name, grad in zip(results, grads, strict=True)}
 
