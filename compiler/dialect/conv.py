@@ -51,7 +51,7 @@ def conv_backward(
         grad_x[:, :-back] += reaching * taps[:, width - 1 - back]
         grad_taps.append((reaching * wide[:, :-back]).sum((0, 1)))
     grad_taps += [torch.zeros_like(grad_taps[0])] * (width - len(grad_taps))
-    return grad_x.to(x.dtype), torch.stack(grad_taps[::-1], 1).to(weight.dtype)
+    return grad_x.to(x.dtype).contiguous(), torch.stack(grad_taps[::-1], 1).to(weight.dtype)
 
 
 def _mix(x: Tensor, weight: Tensor, document_ids: Tensor | None) -> Tensor:

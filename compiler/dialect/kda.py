@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from moec.compiler.dialect._define import define_op, math_dtype
 from moec.compiler.dialect.conv import conv_backward, conv_forward
-from moec.compiler.dialect.delta_rule import delta_backward, delta_forward
+from moec.compiler.dialect.delta_rule import gradients, prepare, read_out
 from moec.compiler.dialect.norm import gated_norm_backward, gated_norm_forward, unit_l2, unit_l2_backward
 
 
@@ -233,7 +233,8 @@ def _kda(
         q, k, v, gate, beta, A_log, dt_bias, conv_q, conv_k, conv_v, document_ids, heads, value_heads, gate_kind,
         lower_bound, l2_eps,
     )  # fmt: skip
-    o, _ = delta_forward(stages.q, stages.k, stages.v, stages.g, stages.beta, document_ids, None, scale, chunk)
+    mixer = prepare(stages.q, stages.k, stages.v, stages.g, stages.beta, document_ids, None, scale, chunk)
+    o = read_out(mixer, v.dtype)
     if output_gate is not None and norm_weight is not None:
         opening = output_gate.unflatten(-1, (value_heads, -1))
         o = gated_norm_forward(o, opening, norm_weight, norm_eps, output_activation, False)
@@ -269,16 +270,17 @@ def _kda_backward(
         q, k, v, gate, beta, A_log, dt_bias, conv_q, conv_k, conv_v, document_ids, heads, value_heads, gate_kind,
         lower_bound, l2_eps,
     )  # fmt: skip
-    mixer = (stages.q, stages.k, stages.v, stages.g, stages.beta, document_ids, None, scale, chunk)
+    inputs = (stages.q, stages.k, stages.v, stages.g, stages.beta)
+    mixer = prepare(*inputs, document_ids, None, scale, chunk)
     grad_o = grad_y.unflatten(-1, (value_heads, -1))
     grad_output_gate, grad_norm_weight = v.new_empty(0), v.new_empty(0)
     if output_gate is not None and norm_weight is not None:
-        o, _ = delta_forward(*mixer)
+        o = read_out(mixer, v.dtype)
         opening = output_gate.unflatten(-1, (value_heads, -1))
         grad_o, grad_output_gate, grad_norm_weight = gated_norm_backward(
             grad_o, o, opening, norm_weight, norm_eps, output_activation, False
         )
-    grad_unit_q, grad_unit_k, grad_v, grad_g, grad_beta, _ = delta_backward(grad_o, None, *mixer)
+    grad_unit_q, grad_unit_k, grad_v, grad_g, grad_beta, _ = gradients(mixer, grad_o, None, *inputs, None, scale)
     grad_gate, grad_A_log, grad_dt_bias = _decay_backward(grad_g.view(stages.decay.g.shape), stages.decay, lower_bound)
     grad_beta = grad_beta * stages.beta * (1 - stages.beta)
     grad_q, grad_k = (

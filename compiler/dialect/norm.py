@@ -79,7 +79,7 @@ def _sum_to_weight(grad: Tensor, weight: Tensor) -> Tensor:
 def _rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool, cast_before_weight: bool) -> Tensor:
     unit, _ = _unit_rms(x, eps)
     if cast_before_weight:
-        return unit.to(x.dtype) * (1 + weight if zero_centered else weight)
+        return (unit.to(x.dtype) * (1 + weight if zero_centered else weight)).contiguous()
     return (unit * _scale(weight, zero_centered, unit.dtype)).to(x.dtype).contiguous()
 
 

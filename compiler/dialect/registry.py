@@ -59,8 +59,9 @@ class Definition:
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, sympy.Expr]:
         """Dimension names -> sizes for one call; a size that disagrees with an earlier one raises ValueError."""
-        names = [argument.name for argument in self.op._schema.arguments]
-        given = dict(zip(names, args, strict=False)) | dict(kwargs)
+        arguments = self.op._schema.arguments
+        defaults = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
+        given = defaults | dict(zip((argument.name for argument in arguments), args, strict=False)) | dict(kwargs)
         sizes: dict[str, sympy.Expr] = {
             name: sympy.sympify(int(value) if isinstance(value, bool) else value)
             for name, value in given.items()
