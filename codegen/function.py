@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import builtins
 import keyword
 import re
 from collections.abc import Callable, Iterable
@@ -172,7 +173,7 @@ def fold(text: str) -> list[str]:
     if len(text) <= WIDTH - len(INDENT):
         return [text]
     opening = _last_call(text)
-    if opening < 0:
+    if opening < 0 or opening + 2 == len(text):
         return [text]
     head, inner, tail = text[: opening + 1], text[opening + 1 : -1], text[-1]
     lines, current = [head], INDENT
@@ -187,14 +188,18 @@ def fold(text: str) -> list[str]:
 def identifier(text: str) -> str:
     """A valid lower-case Python identifier made from a path or op name."""
     name = re.sub(r"\W+", "_", text).strip("_").lower() or "value"
-    return f"{name}_" if keyword.iskeyword(name) else f"v_{name}" if name[0].isdigit() else name
+    return (
+        f"{name}_" if keyword.iskeyword(name) or hasattr(builtins, name) else f"v_{name}" if name[0].isdigit() else name
+    )
 
 
 def _wish(node: fx.Node) -> str:
+    """A value that leaves its module is named after the module, any other after its op."""
+    path = module_path(node)
+    last = path.rpartition(".")[2]
+    leaves = any(module_path(user) != path for user in node.users)
+    name = last if last and not last.isdigit() and leaves else _op_name(node)
     backward = node.meta.get("partitioner_tag") == "is_backward"
-    op = _op_name(node)
-    last = module_path(node).rpartition(".")[2]
-    name = last if last and not last.isdigit() and op in _NAMED_BY_MODULE else op
     return f"d_{name}" if backward and not name.startswith("d_") else name
 
 
@@ -249,5 +254,3 @@ _INLINE = {
     aten.select.int,
     aten.sym_size.int,
 }
-
-_NAMED_BY_MODULE = {"mm", "addmm", "bmm", "rms_norm", "embedding", "convolution", "native_layer_norm", "gated_norm"}

@@ -59,22 +59,12 @@ def wrap(text: str) -> str:
 
 def _plain_call(node: fx.Node, op: OpOverload, render: Render) -> str:
     namespace, name = op._schema.name.split("::")
-    arguments = op._schema.arguments
-    parts = []
-    for index, value in enumerate(node.args):
-        argument = arguments[index]
-        if namespace == "moec" and not _is_tensor_argument(argument):
-            if argument.has_default_value() and argument.default_value == value:
-                continue
-            parts.append(f"{argument.name}={render(value)}")
-        else:
-            parts.append(render(value))
+    keywords = [f"{name}={render(value)}" for name, value in node.kwargs.items() if name not in _IMPLIED_KEYWORDS]
     if namespace == "moec":
-        parts = _named_after_gap(node, arguments, render)
-    parts += [f"{name}={render(value)}" for name, value in node.kwargs.items() if name not in _IMPLIED_KEYWORDS]
-    if namespace == "moec":
-        return f"moec.{name}({', '.join(parts)})"
-    return f"torch.ops.{namespace}.{name}.{op._overloadname}({', '.join(parts)})".replace("torch.ops.aten.", "aten.")
+        return f"moec.{name}({', '.join([*_named_after_gap(node, op._schema.arguments, render), *keywords])})"
+    prefix = "aten" if namespace == "aten" else f"torch.ops.{namespace}"
+    parts = [*(render(value) for value in node.args), *keywords]
+    return f"{prefix}.{name}.{op._overloadname}({', '.join(parts)})"
 
 
 def _named_after_gap(node: fx.Node, arguments: Sequence[Any], render: Render) -> list[str]:
@@ -103,6 +93,16 @@ def _method(name: str) -> Form:
 
 def _function(name: str) -> Form:
     return lambda a: f"torch.{name}({', '.join(a)})"
+
+
+def _slice_text(arguments: Sequence[str]) -> str:
+    """x[:, 0:64] where the dimension counts from the front; a form that indexes the same dimension otherwise."""
+    value, dim, start, end, *step = [*arguments, *("0", "None", "None", "1")[len(arguments) - 1 :]]
+    if not dim.isdigit():
+        return f"aten.slice.Tensor({', '.join(arguments)})"
+    bounds = f"{'' if start in ('0', 'None') else start}:{'' if end in ('None', str(2**63 - 1)) else end}"
+    bounds += f":{step[0]}" if step and step[0] != "1" else ""
+    return f"{wrap(value)}[{':, ' * int(dim)}{bounds}]"
 
 
 # Keywords that only repeat what the op does anyway.
@@ -176,5 +176,5 @@ _FORMS: dict[OpOverload, tuple[Form, int]] = {
     aten.sum.dim_IntList: (lambda a: f"{wrap(a[0])}.sum({', '.join(a[1:])})", 3),
     aten.mean.dim: (lambda a: f"{wrap(a[0])}.mean({', '.join(a[1:])})", 3),
     aten.select.int: (_method("select"), 3),
-    aten.slice.Tensor: (lambda a: f"aten.slice.Tensor({', '.join(a)})", 5),
+    aten.slice.Tensor: (lambda a: _slice_text(a), 5),
 }

@@ -1,4 +1,4 @@
-"""The pass log: what every pass did where, what it left alone and why, and what it cost; as tables and as JSON lines."""
+"""The pass log: what every pass did where, what it left alone and why, and its cost; as tables and as JSON lines."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 
@@ -23,7 +22,7 @@ def template_names(modules: Sequence[Sequence[nn.Module]], groups: Sequence[Sequ
             continue
         shared = set(rivals[0]).intersection(*rivals)
         own = [name for name in children[index] if name not in shared]
-        prefix = os.path.commonprefix([name for rival in rivals for name in rival]) if len(rivals) > 1 else ""
+        prefix = _common_prefix([name for rival in rivals for name in rival])
         words = [snake_case(name[len(prefix) :] or name) for name in own[:2]]
         names.append("_".join([base, *words]))
     return [name if names.count(name) == 1 else f"{name}_{names[:i].count(name) + 1}" for i, name in enumerate(names)]
@@ -31,8 +30,14 @@ def template_names(modules: Sequence[Sequence[nn.Module]], groups: Sequence[Sequ
 
 def snake_case(name: str) -> str:
     """'GatedMLAttention' -> 'gated_ml_attention'."""
-    parts = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name)
+    parts = re.sub(r"(?<=[a-z0-9])(?=[A-Z][a-z])|(?<=[a-z0-9])(?=[A-Z]{2})|(?<=[A-Z])(?=[A-Z][a-z])", "_", name)
     return re.sub(r"\W+", "_", parts).strip("_").lower()
+
+
+def _common_prefix(names: Sequence[str]) -> str:
+    shortest, longest = min(names), max(names)
+    same = [a == b for a, b in zip(shortest, longest, strict=False)]
+    return shortest[: same.index(False)] if False in same else shortest
 
 
 def _base(path: str) -> str:

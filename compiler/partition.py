@@ -190,9 +190,9 @@ def _backward_graph(joint: Joint, backward: list[fx.Node], chooser: _Chooser) ->
     for node in joint.graph.nodes:
         if node in copies or node.op not in ("call_function", "get_attr"):
             continue
-        if node in wanted or (node in sizes and (node.op == "get_attr" or not _has_tensor(node))):
-            if all(source in copies for source in node.all_input_nodes):
-                copies[node] = graph.node_copy(node, lambda source: copies[source])
+        small = node in sizes and (node.op == "get_attr" or not _has_tensor(node))
+        if (node in wanted or small) and all(source in copies for source in node.all_input_nodes):
+            copies[node] = graph.node_copy(node, lambda source: copies[source])
     graph.output(tuple(copies[node] for node in joint.grads.values()))
     graph.eliminate_dead_code()
     for node in graph.find_nodes(op="placeholder"):

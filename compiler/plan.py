@@ -117,7 +117,7 @@ class Plan:
         return yaml.safe_dump(self.to_dict(), sort_keys=False)
 
     def override(self, settings: Sequence[str]) -> Self:
-        """A plan with "field=value" settings applied; dots reach nested fields, values are YAML ("optimizer.lr=1e-3")."""
+        """A plan with "field=value" settings applied; dots reach nested fields, values are YAML (optimizer.lr=1e-3)."""
         values = self.to_dict()
         for setting in settings:
             name, separator, text = setting.partition("=")
@@ -179,6 +179,9 @@ def _convert(hint: Any, value: Any, name: str) -> Any:
             name, value, {int: "a whole number", float: "a number", bool: "true or false"}.get(hint, "text")
         )
     return value
+
+
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false"}
 
 
 def _number(value: Any) -> Any:

@@ -26,7 +26,8 @@ def load_program(folder: Path) -> ModuleType:
         raise ArtifactError(f"no {PROGRAM} in {folder}", hint="write one with `moec compile` or step.save(folder)")
     name = f"moec_step_{next(_numbers)}"
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
