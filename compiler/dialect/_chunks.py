@@ -12,13 +12,15 @@ N is the number of chunks of all rows and heads, C their length, D is K, or 1 fo
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
-class Layout(NamedTuple):
+@dataclass(frozen=True)
+class Layout:
     """How [B, T, heads, ...] is cut into chunks [N, C, ...], N = B * heads * chunks of a row."""
 
     batch: int
