@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -58,7 +59,7 @@ def test_unpermute_sums_each_tokens_rows(tokens: int, k: int, experts: int) -> N
     order = torch.tensor(sorted_slots(choices(tokens, k, experts)), dtype=torch.int64)
 
     def by_hand(rows: Tensor, weights: Tensor) -> Tensor:
-        total = torch.zeros(tokens, 3, dtype=rows.dtype)
+        total = 0 * (weights.sum() + rows.sum()) + torch.zeros(tokens, 3)
         for row, slot in enumerate(order.tolist()):
             total = total.index_add(0, torch.tensor([slot // k]), rows[row : row + 1] * weights[slot // k, slot % k])
         return total
@@ -116,7 +117,7 @@ def test_unpermute_rounds_once() -> None:
     exact = (slots.double() * weights.double().unsqueeze(-1)).sum(1)
     assert y.dtype == torch.bfloat16
     # Half a unit in the last place of bfloat16, and the noise of a float32 sum.
-    assert ((y.double() - exact).abs() <= exact.abs() * 2**-9 + 1e-6).all()
+    assert ((y.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-6).all()
 
 
 # grouped_linear
@@ -178,12 +179,14 @@ def test_grouped_linear_is_as_accurate_as_eager_in_bfloat16(transposed: bool, bi
 # The three together
 
 
-def layer(x: Tensor, weight: Tensor, scales: Tensor, indices: Tensor) -> Tensor:
+def layer(inputs: Sequence[Tensor], indices: Tensor) -> Tensor:
+    x, weight, scales = inputs
     rows, order, offsets = dialect.permute(x, indices, experts=weight.shape[0])
     return dialect.unpermute(dialect.grouped_linear(rows, weight, offsets), order, scales)
 
 
-def layer_by_hand(x: Tensor, weight: Tensor, scales: Tensor, indices: Tensor) -> Tensor:
+def layer_by_hand(inputs: Sequence[Tensor], indices: Tensor) -> Tensor:
+    x, weight, scales = inputs
     outputs = []
     for token, experts in enumerate(indices.tolist()):
         parts = [scales[token, j] * (weight[expert] @ x[token]) for j, expert in enumerate(experts)]
@@ -202,13 +205,13 @@ def test_a_layer_equals_a_loop_over_tokens(
     indices = choices(tokens, k, experts, seed)
     indices = indices[:1].expand(tokens, k) if crowd else indices
     inputs = [normal(tokens, 3, seed=seed), normal(experts, 4, 3, seed=seed), normal(tokens, k, seed=seed)]
-    ours = value_and_grads(lambda *x: layer(*x, indices), inputs)
-    assert_close(ours, value_and_grads(lambda *x: layer_by_hand(*x, indices), inputs))
+    ours = value_and_grads(lambda *x: layer(x, indices), inputs)
+    assert_close(ours, value_and_grads(lambda *x: layer_by_hand(x, indices), inputs))
 
 
 def test_no_tokens() -> None:
     indices = choices(0, 2, 5)
-    y, *grads = value_and_grads(lambda *x: layer(*x, indices), [normal(0, 3), normal(5, 4, 3), normal(0, 2)])
+    y, *grads = value_and_grads(lambda *x: layer(x, indices), [normal(0, 3), normal(5, 4, 3), normal(0, 2)])
     assert y.shape == (0, 4)
     assert [grad.shape for grad in grads] == [(0, 3), (5, 4, 3), (0, 2)]
     assert grads[1].eq(0).all()
@@ -216,23 +219,23 @@ def test_no_tokens() -> None:
 
 def test_a_layer_in_poisoned_memory() -> None:
     indices, inputs = choices(6, 2, 9), [normal(6, 3), normal(9, 4, 3), normal(6, 2)]
-    expected = value_and_grads(lambda *x: layer(*x, indices), inputs)
+    expected = value_and_grads(lambda *x: layer(x, indices), inputs)
     with poisoned_memory():
-        assert_close(value_and_grads(lambda *x: layer(*x, indices), inputs), expected)
+        assert_close(value_and_grads(lambda *x: layer(x, indices), inputs), expected)
 
 
 def test_exports_with_a_symbolic_number_of_tokens() -> None:
     class Layer(torch.nn.Module):
         def forward(self, x: Tensor, weight: Tensor, scales: Tensor, indices: Tensor) -> Tensor:
-            return layer(x, weight, scales, indices)
+            return layer([x, weight, scales], indices)
 
     def inputs(tokens: int) -> tuple[Tensor, ...]:
         return normal(tokens, 3), normal(6, 4, 3), normal(tokens, 2), choices(tokens, 2, 6)
 
     tokens = torch.export.Dim("tokens", min=2)
-    shapes = ({0: tokens}, {}, {0: tokens}, {0: tokens})
+    shapes: tuple[dict[int, Any], ...] = ({0: tokens}, {}, {0: tokens}, {0: tokens})
     program = torch.export.export(Layer(), inputs(5), dynamic_shapes=shapes, strict=False)
-    assert_close([program.module()(*inputs(11))], [layer(*inputs(11))])
+    assert_close([program.module()(*inputs(11))], [Layer()(*inputs(11))])
 
 
 def test_costs() -> None:
@@ -243,7 +246,7 @@ def test_costs() -> None:
     assert costs["permute"].backward_flops_of((x, indices, 5), {}) == 6 * 2 * 4
     for transposed in (False, True):
         weight = normal(5, 4, 3) if transposed else normal(5, 3, 4)
-        arguments = (rows, weight, offsets, None, transposed)
+        arguments: tuple[Any, ...] = (rows, weight, offsets, None, transposed)
         assert costs["grouped_linear"].flops_of(arguments, {}) == 2 * 12 * 3 * 4
         assert costs["grouped_linear"].backward_flops_of(arguments, {}) == 4 * 12 * 3 * 4
     arguments = (rows, order, normal(6, 2))
@@ -275,6 +278,6 @@ def test_grouped_linear_on_cuda(padding: int, transposed: bool, bias: bool, widt
 @pytest.mark.gpu
 def test_a_layer_on_cuda_equals_cpu() -> None:
     indices, inputs = choices(50, 4, 9), [normal(50, 3), normal(9, 4, 3), normal(50, 4)]
-    cpu = value_and_grads(lambda *x: layer(*x, indices), inputs)
-    gpu = value_and_grads(lambda *x: layer(*(y.cuda() for y in x), indices.cuda()).cpu(), inputs)
+    cpu = value_and_grads(lambda *x: layer(x, indices), inputs)
+    gpu = value_and_grads(lambda *x: layer([y.cuda() for y in x], indices.cuda()).cpu(), inputs)
     assert max(relative_error(a, b) for a, b in zip(gpu, cpu, strict=True)) < 1e-12
