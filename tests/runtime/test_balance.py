@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
+
 from moec.compiler import dialect
 from moec.runtime import StepState, update_balance
-from torch import nn
 
 
 class Router(nn.Module):

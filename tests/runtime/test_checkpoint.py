@@ -1,4 +1,4 @@
-"""Checkpoints give back every bit, refuse what does not fit, and never leave a half-written one to be taken for whole."""
+"""Checkpoints give back every bit, refuse what does not fit, and are never taken for whole when half-written."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from moec.compiler.errors import CheckpointError
-from moec.runtime import StepState, export_weights, latest_checkpoint, load_checkpoint, save_checkpoint
-from moec.runtime.checkpoint import LATEST, MANIFEST
 from safetensors.torch import load_file, safe_open
 from torch import nn
 
+from moec.compiler.errors import CheckpointError
+from moec.runtime import StepState, export_weights, latest_checkpoint, load_checkpoint, save_checkpoint
+from moec.runtime.checkpoint import LATEST, MANIFEST
 from tests.runtime.toy import ToyStep, toy_data, toy_step, write_corpus
 
 
@@ -162,7 +162,7 @@ def test_a_tie_that_was_undone_is_an_error(tmp_path: Path) -> None:
     tied, loose = toy_step(tied=True), toy_step(tied=False)
     path = _save(tmp_path, tied)
     with pytest.raises(
-        CheckpointError, match="missing: exp_avg.head.weight, exp_avg_sq.head.weight, weights.head.weight"
+        CheckpointError, match=r"missing: exp_avg\.head\.weight, exp_avg_sq\.head\.weight, weights\.head\.weight"
     ):
         load_checkpoint(path, loose.state, fingerprint=loose.fingerprint)
 

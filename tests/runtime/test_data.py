@@ -11,11 +11,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from moec.compiler.errors import DataError
 from moec.runtime import ByteTokenizer, PackedText, data, sources
 from moec.runtime.packing import IGNORED, pack_row
 from moec.runtime.tokenizer import Tokens
-
 from tests.runtime.toy import toy_data, write_corpus
 
 REUSE_FOLDER = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -6,9 +6,10 @@ import copy
 
 import pytest
 import torch
+from torch import nn
+
 from moec.compiler.errors import NonFiniteError
 from moec.runtime import StepState, adamw, clip_gradients, parameter_groups
-from torch import nn
 
 SETTINGS = {"lr": 0.02, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
@@ -148,7 +149,7 @@ def test_many_bad_gradients_are_counted_and_an_overflow_is_told_apart() -> None:
     state = StepState.from_module(_model())
     for path in state.trainable:
         state.accumulate(path, torch.full_like(state.weights[path], float("nan")))
-    with pytest.raises(NonFiniteError, match="gradients of 0.weight, 0.bias, 2.weight and 1 more"):
+    with pytest.raises(NonFiniteError, match=r"gradients of 0\.weight, 0\.bias, 2\.weight and 1 more"):
         clip_gradients(state, 1.0)
     state.clear_gradients()
     state.accumulate("2.bias", torch.full((3,), 1e30))

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from moec.compiler.errors import PlanError
 from moec.runtime import Schedule
 

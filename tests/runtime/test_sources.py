@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+
 from moec.compiler.errors import DataError
 from moec.runtime import find_text, sources
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from moec.compiler.errors import ArtifactError, UnsupportedModelError
-from moec.runtime import StepState
 from torch import nn
 
+from moec.compiler.errors import ArtifactError, UnsupportedModelError
+from moec.runtime import StepState
 from tests.runtime.toy import ToyModel
 
 
@@ -94,7 +94,7 @@ def test_a_gradient_of_the_wrong_shape_names_the_weight() -> None:
 
 def test_a_left_out_path_must_exist() -> None:
     with pytest.raises(
-        UnsupportedModelError, match="indexer.weight is listed as without gradient, but is no parameter"
+        UnsupportedModelError, match=r"indexer\.weight is listed as without gradient, but is no parameter"
     ):
         StepState.from_module(nn.Linear(2, 2), without_gradient=["indexer.weight"])
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from moec.compiler.errors import DataError, MoecError
 from moec.runtime import ByteTokenizer, FileTokenizer
 
@@ -55,7 +56,7 @@ def test_the_name_follows_the_content(tokenizer_file: Path) -> None:
 
 
 def test_errors_name_the_file(tokenizer_file: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no tokenizer file .*absent.json"):
+    with pytest.raises(DataError, match=r"no tokenizer file .*absent\.json"):
         FileTokenizer(tmp_path / "absent.json")
     with pytest.raises(DataError, match=r"has no token '<bos>'\n  where: .*tokenizer.json"):
         FileTokenizer(tokenizer_file, begin="<bos>")

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from moec.runtime import PackedText, Schedule, StepResult, StepState, adamw, clip_gradients, parameter_groups
 from torch import Tensor, nn
+
+from moec.runtime import PackedText, Schedule, StepResult, StepState, adamw, clip_gradients, parameter_groups
 
 
 class ToyModel(nn.Module):
