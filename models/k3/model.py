@@ -70,9 +70,10 @@ class K3Model(nn.Module):
         logits = self.lm_head(self.norm(hidden))
         if labels is None or targets is None:
             return K3Output(logits)
+        summed = summed_cross_entropy(logits, targets)
         if inverse_tokens is None:
-            inverse_tokens = valid_tokens(labels).clamp(min=1).reciprocal()
-        lm_loss = summed_cross_entropy(logits, targets) * inverse_tokens
+            inverse_tokens = valid_tokens(labels).clamp(min=1).to(summed.dtype).reciprocal()
+        lm_loss = summed * inverse_tokens
         if not divergences:
             return K3Output(logits, lm_loss, lm_loss)
         indexer_loss = torch.stack(divergences).sum() * inverse_tokens / len(divergences)
@@ -100,6 +101,7 @@ class K3Model(nn.Module):
         stream, divergences = ResidualStream(embeddings), []
         block = self.config.residual_block
         for index, layer in enumerate(self.layers):
+            assert isinstance(layer, Layer)
             hidden = stream.read(layer.attention_mix)
             if block and index % block == 0:
                 stream.end_block()

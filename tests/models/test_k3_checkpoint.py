@@ -1,0 +1,138 @@
+"""Published checkpoint names and shapes, both ways."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from moec.compiler.errors import CheckpointError
+from moec.models import build, preset
+from moec.models.k3 import from_huggingface, to_huggingface
+from moec.models.k3.checkpoint import parameter_paths
+from moec.models.k3.config import K3Config
+from tests.models.k3_small import kimi_linear_small, random_model, small
+
+CONFIGS = {
+    "mla": small(),
+    "dsa": small(full_attention="dsa"),
+    "dsa direct queries": small(full_attention="dsa", q_rank=0, shared_size=0),
+    "gqa": small(full_attention="gqa", heads=4, kv_heads=2),
+    "kimi-linear": kimi_linear_small(),
+}
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+def test_round_trip(config: K3Config) -> None:
+    state = random_model(config).state_dict()
+    published = dict(to_huggingface(state, config))
+    back = dict(from_huggingface(reversed(published.items()), config))
+    assert back.keys() == state.keys()
+    assert all(torch.equal(back[name], state[name]) for name in state)
+
+
+@pytest.mark.parametrize("name", ["k3", "k3-dsa", "kimi-linear-48b", "k3-mini", "k3-tiny", "k3-dsa-tiny"])
+def test_table_covers_the_presets(name: str) -> None:
+    assert set(parameter_paths(preset(name))) == set(build(name, device="meta").state_dict())
+
+
+def test_published_names_and_shapes() -> None:
+    config = small()
+    published = dict(to_huggingface(random_model(config).state_dict(), config))
+    start = "language_model.model.layers"
+    wanted = {
+        "language_model.lm_head.weight": (40, 24),
+        "language_model.model.embed_tokens.weight": (40, 24),
+        "language_model.model.output_attn_res_proj.weight": (1, 24),
+        f"{start}.0.self_attention_res_norm.weight": (24,),
+        f"{start}.0.self_attn.q_conv1d.weight": (16, 1, 4),
+        f"{start}.0.self_attn.A_log": (128,),
+        f"{start}.0.self_attn.f_b_proj.weight": (16, 6),
+        f"{start}.0.mlp.gate_proj.weight": (20, 24),
+        f"{start}.2.self_attn.kv_a_proj_with_mqa.weight": (16, 24),
+        f"{start}.2.block_sparse_moe.gate.e_score_correction_bias": (6,),
+        f"{start}.2.block_sparse_moe.experts.5.w1.weight": (9, 10),
+        f"{start}.2.block_sparse_moe.experts.5.w2.weight": (10, 9),
+        f"{start}.2.block_sparse_moe.shared_experts.up_proj.weight": (7, 24),
+    }
+    assert {name: tuple(published[name].shape) for name in wanted} == wanted
+    assert published[f"{start}.0.self_attn.A_log"][2:].abs().max() == 0
+
+
+def test_gate_and_up_are_not_swapped() -> None:
+    config = small()
+    state = random_model(config).state_dict()
+    published = dict(to_huggingface(state, config))
+    stacked = state["layers.1.feed_forward.mlp.experts.gate_up"]
+    experts = "language_model.model.layers.1.block_sparse_moe.experts"
+    assert torch.equal(published[f"{experts}.3.w1.weight"], stacked[3, :9])
+    assert torch.equal(published[f"{experts}.3.w3.weight"], stacked[3, 9:])
+
+
+def test_wrong_names_are_errors() -> None:
+    config = small()
+    state = random_model(config).state_dict()
+    published = dict(to_huggingface(state, config))
+    expert = "language_model.model.layers.1.block_sparse_moe.experts.3.w1.weight"
+    without = {name: tensor for name, tensor in published.items() if name != expert}
+    with pytest.raises(CheckpointError, match=f"lacks {expert}"):
+        list(from_huggingface(without.items(), config))
+    vision = [("vision_tower.norm.weight", torch.ones(3))]
+    with pytest.raises(CheckpointError, match=r"unexpected tensor vision_tower\.norm\.weight"):
+        list(from_huggingface([*published.items(), *vision], config))
+    assert len(list(from_huggingface([*published.items(), *vision], config, ignore=("vision_tower.",)))) == len(state)
+    with pytest.raises(CheckpointError, match="comes twice"):
+        list(from_huggingface([*published.items(), (expert, published[expert])], config))
+    with pytest.raises(CheckpointError, match=r"w1\.weight has shape \(2, 2\), expected \(9, 10\)"):
+        list(from_huggingface((published | {expert: torch.ones(2, 2)}).items(), config))
+    del state["norm.weight"]
+    with pytest.raises(CheckpointError, match=r"the state dict lacks norm\.weight"):
+        list(to_huggingface(state, config))
+
+
+def test_streaming_holds_few_tensors() -> None:
+    """Both directions yield as they go: a stack of experts comes out when its last matrix came in."""
+    config = small()
+    published = dict(to_huggingface(random_model(config).state_dict(), config))
+    taken: list[str] = []
+
+    def source():  # type: ignore[no-untyped-def]
+        for name, tensor in published.items():
+            taken.append(name)
+            yield name, tensor
+
+    for path, _ in from_huggingface(source(), config):
+        assert not path.endswith("experts.down") or taken[-1].endswith("experts.5.w2.weight")
+
+
+def test_kimi_linear_equals_transformers(tmp_path: Path) -> None:
+    """Our weights under published names, read by the transformers implementation: the same logits."""
+    transformers = pytest.importorskip("transformers")
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    config = kimi_linear_small(init_std=0.1)
+    model = random_model(config, torch.float32).eval()
+    save_file(dict(to_huggingface(model.state_dict(), config)), tmp_path / "model.safetensors", {"format": "pt"})
+    transformers.KimiLinearConfig(
+        vocab_size=40,
+        hidden_size=24,
+        intermediate_size=20,
+        moe_intermediate_size=9,
+        num_hidden_layers=5,
+        num_attention_heads=3,
+        num_key_value_heads=3,
+        n_shared_experts=1,
+        kv_lora_rank=12,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=6,
+        v_head_dim=5,
+        num_experts_per_tok=2,
+        num_local_experts=6,
+        linear_head_dim=8,
+        linear_num_heads=2,
+        layer_types=["linear_attention" if i + 1 not in (3, 5) else "full_attention" for i in range(5)],
+    ).save_pretrained(tmp_path)
+    theirs = transformers.KimiLinearForCausalLM.from_pretrained(tmp_path, experts_implementation="eager")
+    tokens = torch.randint(0, 40, (2, 70))
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens).logits, theirs(tokens).logits, rtol=2e-4, atol=2e-4)
