@@ -34,7 +34,7 @@ def value_and_grads(function: Callable[..., Any], inputs: Sequence[Tensor], seed
     outputs = function(*leaves)
     outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
     generator = torch.Generator().manual_seed(seed)
-    grads = [torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o.dtype) for o in outputs]
+    grads = [torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o) for o in outputs]
     return [*(o.detach() for o in outputs), *torch.autograd.grad(outputs, leaves, grads)]
 
 

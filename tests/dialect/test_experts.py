@@ -59,7 +59,7 @@ def test_unpermute_sums_each_tokens_rows(tokens: int, k: int, experts: int) -> N
     order = torch.tensor(sorted_slots(choices(tokens, k, experts)), dtype=torch.int64)
 
     def by_hand(rows: Tensor, weights: Tensor) -> Tensor:
-        total = 0 * (weights.sum() + rows.sum()) + torch.zeros(tokens, 3)
+        total = 0 * (weights.sum() + rows.sum()) + torch.zeros(tokens, 3, dtype=rows.dtype)
         for row, slot in enumerate(order.tolist()):
             total = total.index_add(0, torch.tensor([slot // k]), rows[row : row + 1] * weights[slot // k, slot % k])
         return total
