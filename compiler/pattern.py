@@ -198,7 +198,7 @@ def match(pattern: Pattern, root: fx.Node, outputs: tuple[str, ...] = (), *, exc
         replaced = {root, *(state.captures[name] for name in outputs if name in state.captures)}
         outside = _used_outside(state, replaced) if exclusive else None
         if outside is None:
-            inner = tuple(node for node, _ in state.nodes)
+            inner = tuple(dict.fromkeys(node for node, _ in state.nodes))
             return Match(root, state.captures, inner, state.crossed)
         search.fail(state, partial(_outside_text, outside))
     return search.failure
@@ -215,14 +215,15 @@ def explain(pattern: Pattern, root: fx.Node) -> str:
     if isinstance(found, Match):
         return f"{describe(root)} matches, with {dict(found.captures)}"
     seen = ", ".join(node.name for node in found.nodes) or "nothing"
-    return f"{describe(root)}: {found.reason}; matched so far: {seen}"
+    where = module_path(root) or "the unit's own forward"
+    return f"{describe(root)} in {where}: {found.reason}; matched so far: {seen}"
 
 
 def describe(node: fx.Node) -> str:
-    """'mul_3 (aten.mul.Tensor) in model.layers.0.norm, norm.py:12', as far as it is known."""
-    where = ", ".join(text for text in (module_path(node), source_line(node)) if text)
+    """'mul_3 (aten.mul.Tensor, norm.py:12)', without the line where it is not known."""
+    line = source_line(node).rsplit("/", 1)[-1]
     kind = node.op if node.op != "call_function" else target_name(node)
-    return f"{node.name} ({kind})" + (f" in {where}" if where else "")
+    return f"{node.name} ({kind}, {line})" if line else f"{node.name} ({kind})"
 
 
 def target_name(node: fx.Node) -> str:
@@ -375,7 +376,8 @@ class _Search:
         reason = pattern.where(node) if pattern.where is not None else ""
         after = state.capture(pattern.name, node)
         if reason or after is None:
-            self.fail(state, lambda: reason or f"{describe(node)} is not the same {pattern.name} as elsewhere")
+            seen = state.visit(node, pattern.shared)
+            self.fail(seen, lambda: reason or f"{describe(node)} is not the same {pattern.name} as elsewhere")
             return
         after = after.visit(node, pattern.shared)
         given = bound_args(node)

@@ -118,8 +118,8 @@ def evaluate(node: Any, known: Known) -> Value:
     if node not in known:
         try:
             rule = _RULES.get(node.target) if node.op == "call_function" else None
-            value = rule(node, known) if rule is not None else None
-            known[node] = value if value is not None else _leaf(node)
+            found = rule(node, known) if rule is not None else None
+            known[node] = found if found is not None else _leaf(node)
         except NotUnderstood as reason:
             known[node] = _leaf(node) if _is_table(node) else reason
     value = known[node]
@@ -314,8 +314,9 @@ def _slice(node: fx.Node, known: Known) -> Value | None:
 
 def _transpose(node: fx.Node, known: Known) -> Value:
     rank = _rank(node)
-    a, b = (value % rank - rank for value in node.args[1:3])  # type: ignore[operator]
-    return _moved(evaluate(node.args[0], known), lambda d: {a: b, b: a}.get(d, d))
+    first, second = (int(value) % rank - rank for value in node.args[1:3])  # type: ignore[arg-type]
+    swapped = {first: second, second: first}
+    return _moved(evaluate(node.args[0], known), lambda d: swapped.get(d, d))
 
 
 def _arithmetic(sign: int) -> Rule:
@@ -411,11 +412,13 @@ def _index(node: fx.Node, known: Known) -> Value | None:
     found = match(op(aten("index.Tensor"), var("table", strip=False), items(var("b"), var("t"))), node, exclusive=False)
     if not isinstance(found, Match):
         return None
-    b, t = evaluate(found["b"], known), evaluate(found["t"], known)
-    if not all(isinstance(value, Linear) and len(value.slopes) == 1 and value.constant == 0 for value in (b, t)):
-        return None
-    (batch, along) = (value.slopes[0] for value in (b, t))  # type: ignore[union-attr]
-    return _moved(evaluate(found["table"], known), {-2: batch[0], -1: along[0]}.__getitem__)
+    places: dict[int, int] = {}
+    for place, name in ((-2, "b"), (-1, "t")):
+        index = evaluate(found[name], known)
+        if not isinstance(index, Linear) or index.constant or [slope for _, slope in index.slopes] != [1]:
+            return None
+        places[place] = index.slopes[0][0]
+    return _moved(evaluate(found["table"], known), places.__getitem__)
 
 
 def _dims(value: Value) -> set[int]:

@@ -151,7 +151,7 @@ def _unrepeated(rewriter: Rewriter, k: fx.Node, v: fx.Node) -> tuple[fx.Node, fx
 
 
 def _once(node: fx.Node) -> tuple[fx.Node, bool, int] | None:
-    """What a node [B, H, T, D] repeats: the node, whether it is [B, T, G, D] already, and how often."""
+    """What a node [B, H, T, D] repeats: the node, whether it is placed as [B, T, G, D] already, and how often."""
     below = origin(node)
     for axis in (1, 2):
         inner = below

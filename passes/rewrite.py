@@ -74,6 +74,7 @@ class Rewriter:
     nodes: Sequence[fx.Node]
     root: fx.Node
     created: list[fx.Node] = field(default_factory=list)
+    replaced: list[fx.Node] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._before = self.root
@@ -122,6 +123,7 @@ class Rewriter:
             if before.dim() != after.dim() or any(a != b for a, b in zip(before.shape, after.shape, strict=True)):
                 raise Refused(f"the result has shape {list(before.shape)}, the op would give {list(after.shape)}")
         old.replace_all_uses_with(new)
+        self.replaced.append(old)
 
     def drop_created(self) -> None:
         """Take back what a refused rewrite has inserted."""
@@ -163,7 +165,14 @@ def rewrite_match(
         reason = str(refused)
         return Failure(found.nodes, lambda: reason)
     report.match(rewriter.created[-1] if rewriter.created else found.root, became)
-    erased = erase_dead(graph, [found.root, *found.nodes, *rewriter.created])
+    # Matched nodes go even if they count as impure, as a dropout of probability 0 does.
+    erased: set[fx.Node] = set()
+    for node in sorted({*found.nodes, *rewriter.replaced}, reverse=True):
+        if node not in erased and not node.users:
+            inputs = node.all_input_nodes
+            graph.erase_node(node)
+            erased |= {node} | erase_dead(graph, inputs)
+    erased |= erase_dead(graph, [node for node in rewriter.created if node not in erased])
     if gone is not None:
         gone |= erased
     return None
