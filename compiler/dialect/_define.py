@@ -14,11 +14,10 @@ argument that was None is an empty tensor, which autograd turns into None.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._library.custom_ops import CustomOpDef
 
 from moec.compiler.dialect.registry import Definition, define
 
@@ -43,6 +42,8 @@ def define_op(
 
     The four functions take the arguments of their schema in order; results must be fresh contiguous tensors.
     """
+    if backward is not None:
+        _check_names(_parse(name, schema), _parse(f"{name}_backward", backward_schema))
     operator = _register(name, schema, forward, fake)
     overload = operator._opoverload
     gradient = None
@@ -70,8 +71,23 @@ def math_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _register(name: str, schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> CustomOpDef:
-    arguments = torch._C.parse_schema(f"moec::{name}{schema}").arguments
+def _parse(name: str, schema: str) -> torch.FunctionSchema:
+    return torch._C.parse_schema(f"moec::{name}{schema}")
+
+
+def _check_names(forward: torch.FunctionSchema, backward: torch.FunctionSchema) -> None:
+    arguments, results = ({value.name for value in values} for values in (forward.arguments, forward.returns))
+    taken = {value.name for value in backward.arguments} - arguments - results - {f"grad_{name}" for name in results}
+    given = {value.name for value in backward.returns} - {f"grad_{name}" for name in arguments}
+    if taken or given:
+        names = ", ".join(sorted(taken | given))
+        raise ValueError(f"{backward.name}: {names}: neither an argument, a result nor a gradient of {forward.name}")
+
+
+def _register(
+    name: str, schema: str, function: Callable[..., Any], fake: Callable[..., Any]
+) -> torch.library.CustomOpDef:
+    arguments = _parse(name, schema).arguments
 
     def complete(function: Callable[..., Any]) -> Callable[..., Any]:
         # The dispatcher drops trailing arguments that equal their defaults; the functions need not repeat those.
@@ -80,6 +96,14 @@ def _register(name: str, schema: str, function: Callable[..., Any], fake: Callab
     operator = torch.library.custom_op(f"moec::{name}", complete(function), mutates_args=(), schema=schema)
     operator.register_fake(complete(fake))
     return operator
+
+
+class _Kept(NamedTuple):
+    """Where an argument's tensors lie among the saved ones."""
+
+    start: int
+    stop: int
+    is_list: bool
 
 
 def _autograd(
@@ -91,10 +115,6 @@ def _autograd(
     wanted = [argument.name for argument in gradient._schema.arguments]
     optional = {a.name for a in gradient._schema.arguments if isinstance(a.type, torch.OptionalType)}
     returned = [result.name.removeprefix("grad_") for result in gradient._schema.returns]
-    unknown = set(returned) - set(arguments)
-    unknown |= set(wanted) - set(arguments) - set(results) - {f"grad_{result}" for result in results}
-    if unknown:
-        raise ValueError(f"{gradient}: {sorted(unknown)} name neither an argument nor a result of the forward op")
 
     def setup(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
         ctx.set_materialize_grads(False)
@@ -102,22 +122,27 @@ def _autograd(
         values = dict(zip(results, outputs, strict=True)) | dict(zip(arguments, inputs, strict=True))
         ctx.metas = {f"grad_{n}": (v.shape, v.dtype, v.device) for n, v in zip(results, outputs, strict=True)}
         ctx.absent = {n for n in arguments if values[n] is None}
-        ctx.layout = {}
+        ctx.nothing = {
+            name: [None] * len(value)
+            for name, value in zip(arguments, inputs, strict=True)
+            if isinstance(value, list | tuple) and all(isinstance(item, Tensor) for item in value)
+        }
+        ctx.kept = {}
         tensors: list[Tensor] = []
         for name in (name for name in wanted if name in values):
             value = values[name]
             items = value if isinstance(value, list | tuple) else [value]
             if items and all(isinstance(item, Tensor) for item in items):
-                ctx.layout[name] = (len(tensors), len(items), isinstance(value, Tensor))
+                ctx.kept[name] = _Kept(len(tensors), len(tensors) + len(items), not isinstance(value, Tensor))
                 tensors += items
             else:
-                ctx.layout[name] = value
+                ctx.kept[name] = value
         ctx.save_for_backward(*tensors)
 
     def run(ctx: Any, *grads: Tensor | None) -> Any:
         if all(grad is None for grad in grads):
             # Only results that their users do not differentiate were used.
-            return (None,) * len(arguments) if len(arguments) > 1 else None
+            return tuple(ctx.nothing.get(name) for name in arguments)
         saved = ctx.saved_tensors
         given = {f"grad_{name}": grad for name, grad in zip(results, grads, strict=True)}
 
@@ -127,16 +152,14 @@ def _autograd(
                     shape, dtype, device = ctx.metas[name]
                     return torch.zeros(shape, dtype=dtype, device=device)
                 return given[name]
-            kept = ctx.layout[name]
-            if not isinstance(kept, tuple):
+            kept = ctx.kept[name]
+            if not isinstance(kept, _Kept):
                 return kept
-            start, count, single = kept
-            return saved[start] if single else list(saved[start : start + count])
+            return list(saved[kept.start : kept.stop]) if kept.is_list else saved[kept.start]
 
         out = gradient(*(value_of(name) for name in wanted))
         out = out if isinstance(out, tuple) else (out,)
         by_name = dict(zip(returned, out, strict=True))
-        gradients = tuple(None if name in ctx.absent else by_name.get(name) for name in arguments)
-        return gradients if len(gradients) > 1 else gradients[0]
+        return tuple(None if name in ctx.absent else by_name.get(name) for name in arguments)
 
     return setup, run

@@ -67,7 +67,7 @@ def test_costs_count_leading_dimensions_lists_and_defaults() -> None:
 
 
 def test_backward_schema_must_name_forward_values() -> None:
-    with pytest.raises(ValueError, match="name neither an argument nor a result"):
+    with pytest.raises(ValueError, match="grad_z: neither an argument, a result nor a gradient"):
         define_op(
             "misnamed",
             "(Tensor x) -> (Tensor y)",
