@@ -110,7 +110,7 @@ def test_kimi_linear_equals_transformers(tmp_path: Path) -> None:
     """Our weights under published names, read by the transformers implementation: the same logits."""
     transformers = pytest.importorskip("transformers")
     save_file = pytest.importorskip("safetensors.torch").save_file
-    config = kimi_linear_small(init_std=0.1)
+    config = kimi_linear_small(init_std=0.1, decay_rank=8, shared_size=9)
     model = random_model(config, torch.float32).eval()
     save_file(dict(to_huggingface(model.state_dict(), config)), tmp_path / "model.safetensors", {"format": "pt"})
     transformers.KimiLinearConfig(
@@ -130,6 +130,9 @@ def test_kimi_linear_equals_transformers(tmp_path: Path) -> None:
         num_local_experts=6,
         linear_head_dim=8,
         linear_num_heads=2,
+        pad_token_id=39,
+        bos_token_id=0,
+        eos_token_id=1,
         layer_types=["linear_attention" if i + 1 not in (3, 5) else "full_attention" for i in range(5)],
     ).save_pretrained(tmp_path)
     theirs = transformers.KimiLinearForCausalLM.from_pretrained(tmp_path, experts_implementation="eager")

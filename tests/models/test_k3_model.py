@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from moec.compiler.errors import BatchError
-from moec.models import build
+from moec.models import build, preset
 from moec.models.k3.config import K3Config
 from moec.models.k3.model import K3Model
 from tests.models.k3_small import assert_close, documents, kimi_linear_small, random_model, small
@@ -150,8 +151,9 @@ def test_wrong_number_of_image_features() -> None:
 
 
 def test_builds_and_runs_on_fakes() -> None:
+    config = dataclasses.replace(preset("k3-dsa"), layers=5, full_attention_layers=(4, 5))
     with FakeTensorMode():
-        model = build("k3-dsa", dtype=torch.bfloat16)
+        model = build(config, dtype=torch.bfloat16)
         output = model(torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 4, dtype=torch.int64))
     assert output.logits.shape == (1, 4, 163840)
     assert output.loss is not None
@@ -181,8 +183,8 @@ def test_tiny_models_train(name: str) -> None:
     text = torch.tensor(list(b"def forward(self, hidden): return self.mlp(self.norm(hidden))\n" * 3))
     before = {path: router.correction_bias.clone() for path, router in model.routers().items()}
     losses = []
-    for step in range(14):
-        tokens = torch.stack([text[start : start + 96] for start in range(step, step + 4)])
+    for step in range(12):
+        tokens = torch.stack([text[start : start + 64] for start in range(step, step + 4)])
         output = model(tokens, labels=tokens)
         output.loss.backward()
         optimizer.step()

@@ -30,7 +30,7 @@ def reference(moe: LatentMoE, x: Tensor, config: K3Config) -> Tensor:
     out = []
     for token in x:
         s = torch.sigmoid(router.weight @ token)
-        chosen = sorted(range(config.experts), key=lambda e, s=s: -float(s[e] + router.correction_bias[e]))
+        chosen = sorted(range(config.experts), key=lambda e, s=s: -(s[e] + router.correction_bias[e]).item())
         chosen = chosen[: config.top_k]
         total = sum(s[e] for e in chosen)
         z = moe.latent_down_proj.weight @ token if config.latent_size else token
