@@ -1,13 +1,23 @@
-"""The gated delta rule (linear attention with a per-channel or per-head decay), in chunks.
+"""The gated delta rule: linear attention whose state decays and whose writes are corrections.
 
 Token by token, with a state S [K, V] per value head:
 
     S = exp(g_t) * S;  S = S + beta_t k_t (v_t - S^T k_t)^T;  o_t = scale * S^T q_t
 
-Here everything but the pass over chunk states runs for all chunks at once. Within a chunk the decay between two tokens
-is a product of `exp(g)` over the tokens between them. The products are built by doubling, from neighbours up to half
-chunks, so that no exponent is ever positive, nothing is divided, and gates of any strength are safe. A document start
-is a decay of exactly zero.
+In chunks, with S the entering state, q_in and k_in the rows decayed from the chunk's start, k_out those decayed to its
+end, M and P the key-key and query-key sums over the pairs of rows of a chunk (`_chunks`), and A = (I + beta M)^-1:
+
+    U = A beta v - (A beta k_in) S         what the rows write, all corrections solved at once
+    o = q_in S + P U
+    S' = total_decay * S + k_out^T U
+
+Only the pass over the entering states walks from chunk to chunk; the rest runs for all chunks at once. The backward
+recomputes it, walks the gradient of S' in the opposite direction,
+
+    dU = P^T do + k_out dS';   dS = q_in^T do + total_decay * dS' - (A beta k_in)^T dU
+
+and treats A as the solution of a linear system: with X = A beta [k_in | v] and dX = [-dU S^T | dU], the right-hand side
+gets beta R, R = A^T dX, and beta M gets -R X^T below its diagonal.
 """
 
 from __future__ import annotations
