@@ -1,0 +1,248 @@
+"""The command line.
+
+TARGET is a preset (`moec presets`), `module:factory` with factory() -> nn.Module, or a Hugging Face config.json.
+Exit codes: 0 success; 1 verification found a difference; 2 an error of use, printed with what, where, why and what
+to do. Commands import what they need when they run, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+from typer.core import TyperGroup
+
+from moec.compiler.errors import MoecError
+
+if TYPE_CHECKING:
+    import torch
+
+    from moec.compiler.plan import Plan
+
+USE_ERROR, DIFFERENCE = 2, 1
+
+
+class _Commands(TyperGroup):
+    """Prints the errors that moec raises on purpose, instead of a traceback."""
+
+    def invoke(self, context: Any) -> Any:
+        try:
+            return super().invoke(context)
+        except MoecError as error:
+            Console(stderr=True).print(Text(f"error: {error}", style="red"), soft_wrap=True)
+            raise typer.Exit(USE_ERROR) from error
+
+
+app = typer.Typer(
+    cls=_Commands,
+    help="moec compiles a sparse-MoE model into a training step that can be read, checked and run.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+TargetArgument = Annotated[str, typer.Argument(help="Preset, module:factory, or path of a Hugging Face config.json.")]
+FolderArgument = Annotated[Path, typer.Argument(help="Folder that `moec compile --out` wrote.")]
+OutOption = Annotated[Path, typer.Option("--out", help="Folder to write.")]
+PlanOption = Annotated[Path | None, typer.Option("--plan", help="YAML file with plan fields.")]
+SetOption = Annotated[
+    list[str], typer.Option("--set", help="field=value of the plan, dots for nested fields; repeatable.")
+]
+DeviceOption = Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda where there is one.")]
+SeedOption = Annotated[int, typer.Option(help="Seed of the initial weights, and of random data.")]
+DataOption = Annotated[list[Path], typer.Option("--data", help="Text file or folder; repeatable.")]
+StepsOption = Annotated[int, typer.Option(help="Optimizer steps of the whole run.")]
+ResumeOption = Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in OUT.")]
+EveryOption = Annotated[int, typer.Option(help="Steps between checkpoints; 0 saves at the end only.")]
+TokenizerOption = Annotated[
+    Path | None, typer.Option(help="Hugging Face tokenizer.json; without it a token is a byte.")
+]
+PatternOption = Annotated[list[str], typer.Option(help="File names to read inside folders, as '*.py'; repeatable.")]
+BoardOption = Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard events too.")]
+
+
+@app.command()
+def presets() -> None:
+    """List the built-in model configurations."""
+    from moec.overview import preset_table
+
+    Console().print(preset_table())
+
+
+@app.command("compile")
+def compile_command(
+    target: TargetArgument,
+    out: OutOption,
+    weights: Annotated[Path | None, typer.Option(help="safetensors file or folder; stored with the artefact.")] = None,
+    plan: PlanOption = None,
+    settings: SetOption = [],  # noqa: B006
+    device: DeviceOption = None,
+) -> None:
+    """Compile a training step and write it to a folder; needs no memory for weights unless they are given."""
+    from moec.emit import emit
+    from moec.overview import compile_report
+    from moec.settings import read_plan
+    from moec.targets import build_target, fake_target
+
+    started = time.perf_counter()
+    chosen, _ = read_plan(plan, settings)
+    place = _device(device)
+    if weights is None:
+        model = fake_target(target, dtype=_dtype(chosen), device=place)
+    else:
+        model = build_target(target, dtype=_dtype(chosen), device=place, weights=weights)
+    log = emit(model, chosen, out, with_weights=weights is not None)
+    console = Console()
+    for part in compile_report(log, out, time.perf_counter() - started):
+        console.print(part)
+
+
+@app.command()
+def inspect(
+    folder: FolderArgument,
+    stage: Annotated[str | None, typer.Option(help="Print the graphs of a stage.")] = None,
+    step_pass: Annotated[str | None, typer.Option("--pass", help="Print what one pass did where.")] = None,
+    diff: Annotated[tuple[str, str] | None, typer.Option(help="Compare the graphs of two stages.")] = None,
+) -> None:
+    """Show what a compilation did; without an option, an overview."""
+    from moec.overview import overview, pass_report
+    from moec.step import pick_stage
+
+    console = Console()
+    if stage is not None:
+        typer.echo(str(pick_stage(folder, stage)))
+    if diff is not None:
+        before, after = (pick_stage(folder, name) for name in diff)
+        typer.echo(before.diff(after))
+    if step_pass is not None:
+        for part in pass_report(folder, step_pass):
+            console.print(part)
+    if stage is None and diff is None and step_pass is None:
+        for part in overview(folder):
+            console.print(part)
+
+
+@app.command()
+def verify(
+    target: TargetArgument,
+    steps: Annotated[int, typer.Option(help="Optimizer steps to compare.")] = 3,
+    dtype: Annotated[str | None, typer.Option(help="Same as --set dtype=...")] = None,
+    seed: SeedOption = 0,
+    weights: Annotated[Path | None, typer.Option(help="safetensors file or folder to start from.")] = None,
+    plan: PlanOption = None,
+    settings: SetOption = [],  # noqa: B006
+    device: DeviceOption = None,
+) -> None:
+    """Compare the compiled step with eager PyTorch: losses, every gradient, every parameter, every pass."""
+    from moec import verify as checks
+    from moec.settings import read_plan, with_packing
+    from moec.targets import build_target
+
+    overrides = [*settings, *([f"dtype={dtype}"] if dtype else [])]
+    chosen, given = read_plan(plan, overrides, checks.DEFAULTS)
+    model = build_target(target, dtype=_dtype(chosen), device=_device(device), seed=seed, weights=weights)
+    console = Console()
+    with console.status(f"verifying {target}"):
+        report = checks.verify(model, with_packing(chosen, given, model), steps=steps, seed=seed)
+    for part in report.renderables():
+        console.print(part)
+    if not report.equal:
+        raise typer.Exit(DIFFERENCE)
+
+
+@app.command()
+def train(
+    target: TargetArgument,
+    data: DataOption,
+    steps: StepsOption,
+    out: OutOption,
+    resume: ResumeOption = False,
+    checkpoint_every: EveryOption = 0,
+    tokenizer: TokenizerOption = None,
+    pattern: PatternOption = [],  # noqa: B006
+    tensorboard: BoardOption = False,
+    weights: Annotated[Path | None, typer.Option(help="safetensors file or folder to start from.")] = None,
+    seed: SeedOption = 0,
+    plan: PlanOption = None,
+    settings: SetOption = [],  # noqa: B006
+    device: DeviceOption = None,
+) -> None:
+    """Train a model on text through its compiled step."""
+    from moec.settings import read_plan, with_packing
+    from moec.targets import build_target
+    from moec.training import RunOptions, TextOptions, train_model
+
+    chosen, given = read_plan(plan, settings)
+    model = build_target(target, dtype=_dtype(chosen), device=_device(device), seed=seed, weights=weights)
+    text = TextOptions(data, pattern, tokenizer)
+    options = RunOptions(steps, out, resume, checkpoint_every, tensorboard)
+    console = Console()
+    _, summary = train_model(model, with_packing(chosen, given, model), text, options, console)
+    _print_summary(console, summary, out)
+
+
+@app.command()
+def run(
+    folder: FolderArgument,
+    data: DataOption,
+    steps: StepsOption,
+    out: OutOption,
+    weights: Annotated[Path | None, typer.Option(help="safetensors file; by default the artefact's own.")] = None,
+    resume: ResumeOption = False,
+    checkpoint_every: EveryOption = 0,
+    tokenizer: TokenizerOption = None,
+    pattern: PatternOption = [],  # noqa: B006
+    tensorboard: BoardOption = False,
+) -> None:
+    """Train an emitted step; needs neither the model's source nor a compilation."""
+    import moec
+    from moec.training import RunOptions, TextOptions, open_text
+    from moec.training import run as run_step
+
+    step = moec.load(folder, weights=weights)
+    batches = open_text(TextOptions(data, pattern, tokenizer), step.plan, step.vocabulary)
+    console = Console()
+    summary = run_step(step, batches, RunOptions(steps, out, resume, checkpoint_every, tensorboard), console)
+    _print_summary(console, summary, out)
+
+
+def _dtype(plan: Plan) -> torch.dtype | None:
+    import torch
+
+    return None if plan.dtype is None else getattr(torch, plan.dtype)
+
+
+def _device(name: str | None) -> torch.device:
+    import torch
+
+    from moec.compiler.errors import PlanError
+
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise PlanError(f"{name!r} is no device", why=str(error).splitlines()[0], hint="use cpu or cuda") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise PlanError(f"there is no {name} here", hint="leave --device out to run on the CPU")
+    return device
+
+
+def _print_summary(console: Console, summary: Any, out: Path) -> None:
+    losses = summary.losses
+    fell = f"loss {losses[0]:.4f} -> {losses[-1]:.4f}, " if losses else ""
+    rate = summary.tokens / summary.seconds if summary.seconds else 0.0
+    console.print(
+        f"steps {summary.first_step} -> {summary.last_step}, {fell}{rate:,.0f} tokens/s; all in {out}",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def main() -> None:
+    """Entry point of the `moec` command."""
+    app()

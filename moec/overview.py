@@ -1,0 +1,148 @@
+"""What the command line shows of presets and artefacts, as rich tables and lines."""
+
+from __future__ import annotations
+
+import difflib
+import resource
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from moec.artifact import FINGERPRINT, LOG, STATE_MAP, read_json, read_stages
+from moec.compiler.errors import ArtifactError
+from moec.compiler.log import PassLog
+from moec.compiler.pass_manager import PassRecord
+from moec.models.build import build
+from moec.models.k3.counts import count_parameters
+from moec.models.presets import preset, preset_names
+from moec.runtime.program import PROGRAM
+from moec.step import describe
+
+_MIB = 2**20
+_NAMED = 8
+
+
+def preset_table() -> Table:
+    """Name, parameters and layers of every preset."""
+    table = Table(pad_edge=False)
+    for title in ("preset", "parameters", "active", "layers"):
+        table.add_column(title, justify="left" if title == "preset" else "right")
+    for name in preset_names():
+        config = preset(name)
+        counts = count_parameters(build(config, device="meta"))
+        table.add_row(name, _scaled(counts.total), _scaled(counts.active), _layers(config))
+    return table
+
+
+def compile_report(log: PassLog, folder: Path, seconds: float) -> Iterator[Any]:
+    """The pass log, then how long the command took, its peak memory, and where to read on."""
+    yield from log.renderables()
+    yield f"compiled in {seconds:.1f} s, peak memory {_peak_bytes() / _MIB:,.0f} MiB"
+    yield from _where(folder)
+
+
+def overview(folder: Path) -> Iterator[Any]:
+    """What an artefact was compiled for and what happened on the way."""
+    fingerprint, log = read_json(folder, FINGERPRINT), _read_log(folder)
+    weights = read_json(folder, STATE_MAP)["weights"]
+    count = sum(_numel(entry["shape"]) for entry in weights.values())
+    yield f"[bold]{escape(str(folder))}[/bold]: {describe(fingerprint)}; {_scaled(count)} parameters"
+    yield f"stages: {', '.join(read_stages(folder))}"
+    yield from log.renderables()
+    yield from _near_misses(log.records)
+    if log.placements:
+        yield _placement_table(log)
+    yield from _where(folder)
+
+
+def pass_report(folder: Path, name: str) -> Iterator[Any]:
+    """Everything one pass did, unit by unit; an unknown name raises ArtifactError with the known ones."""
+    log = _read_log(folder)
+    records = [record for record in log.records if record.name == name]
+    if not records:
+        names = list(dict.fromkeys(record.name for record in log.records))
+        near = difflib.get_close_matches(name, names, n=1)
+        raise ArtifactError(
+            f"no pass {name!r} ran",
+            where=str(folder),
+            hint=f"did you mean {near[0]}?" if near else f"passes: {', '.join(names) or 'none'}",
+        )
+    for record in records:
+        yield (
+            f"[bold]{record.name}[/bold] on {record.unit}, {len(record.instances)} x: "
+            f"nodes {record.nodes_before} -> {record.nodes_after}, {1e3 * record.seconds:.0f} ms"
+        )
+        yield from (f"  [green]matched[/green] {m.what} at {m.path or '(top)'}" for m in record.matches)
+        yield from (
+            f"  [yellow]nearly[/yellow] {m.what} at {m.path or '(top)'}: {m.reason}" for m in record.near_misses
+        )
+        yield from (f"  + {n} x {op}" for op, n in record.added.items())
+        yield from (f"  - {n} x {op}" for op, n in record.removed.items())
+        if record.warning:
+            yield f"  [yellow]matched nothing[/yellow] {record.warning}"
+
+
+def _read_log(folder: Path) -> PassLog:
+    if not (folder / LOG).is_file():
+        raise ArtifactError(f"{folder} has no {LOG}", why="it is no moec artefact", hint="compile again")
+    return PassLog.read(folder / LOG)
+
+
+def _near_misses(records: list[PassRecord]) -> Iterator[str]:
+    rows = [(record.name, miss) for record in records for miss in record.near_misses]
+    for name, miss in rows[:_NAMED]:
+        yield f"[yellow]nearly[/yellow] {name}: {miss.what} at {miss.path or '(top)'}: {miss.reason}"
+    if len(rows) > _NAMED:
+        yield f"... and {len(rows) - _NAMED} more near misses: moec inspect --pass NAME"
+
+
+def _placement_table(log: PassLog) -> Table:
+    table = Table(title="kept for backward, per layer", title_justify="left", pad_edge=False)
+    for title in ("unit", "kept", "MiB", "computed again", "reasons to keep"):
+        table.add_column(title, justify="left" if title in ("unit", "reasons to keep") else "right")
+    for unit, rows in log.placements.items():
+        kept = [row for row in rows if row.decision == "keep"]
+        reasons = Counter(row.reason for row in kept)
+        table.add_row(
+            unit,
+            str(len(kept)),
+            f"{sum(row.bytes for row in kept) / _MIB:.3g}",
+            str(len(rows) - len(kept)),
+            ", ".join(f"{n} x {reason}" for reason, n in reasons.most_common()),
+        )
+    return table
+
+
+def _where(folder: Path) -> Iterator[str]:
+    yield f"program: {escape(str(folder / PROGRAM))}"
+    yield f"graphs:  moec inspect {escape(str(folder))} --stage fused"
+
+
+def _layers(config: Any) -> str:
+    kinds = Counter(config.mixer(index) for index in range(config.layers))
+    return f"{config.layers} ({', '.join(f'{n} {kind}' for kind, n in kinds.items())})"
+
+
+def _scaled(count: int) -> str:
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if count >= size:
+            return f"{count / size:.2f}{unit}"
+    return str(count)
+
+
+def _numel(shape: list[int]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total
+
+
+def _peak_bytes() -> int:
+    """Largest resident size of this process so far; the system counts in KiB, on macOS in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,150 @@
+"""TARGET of the command line: a preset's name, `module:factory`, or a Hugging Face config.json, as a model.
+
+A factory takes no arguments and returns an nn.Module; its module is imported with the current folder on the path.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from moec.compiler._torch_compat import FakeTensorMode, ShapeEnv
+from moec.compiler.errors import PresetError, UnsupportedModelError
+from moec.models.build import build
+from moec.models.presets import preset, preset_names
+from moec.weights import load_weights
+
+
+def build_target(
+    target: str,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    weights: Path | None = None,
+) -> nn.Module:
+    """The model of a target in training mode, initialised from `seed` or, where given, with weights from files.
+
+    dtype: of the matrices; None takes the target's own (float32 for presets). weights: see moec/weights.py.
+    Raises PresetError or UnsupportedModelError for a target that is none, CheckpointError for weights of another model.
+    """
+    torch.manual_seed(seed)
+    model = _build(target, dtype, device)
+    if weights is not None:
+        load_weights(model, weights)
+    return model
+
+
+def fake_target(target: str, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> nn.Module:
+    """The model of a target without memory for its parameters, for compiling alone; buffers have their values."""
+    with _FakeEmpty():
+        return _build(target, dtype, device)
+
+
+def is_preset(target: str) -> bool:
+    """Whether a target is looked up by name (it is neither a path nor `module:factory`)."""
+    return ":" not in target and not _is_config(target)
+
+
+def _build(target: str, dtype: torch.dtype | None, device: torch.device | str) -> nn.Module:
+    if _is_config(target):
+        from moec.models.huggingface.adapter import from_config
+
+        return from_config(target, dtype=dtype, device=device)
+    if ":" in target:
+        model = _call_factory(target, device)
+        return (model if dtype is None else model.to(dtype)).to(device).train()
+    if target not in preset_names():
+        raise _unknown(target)
+    return build(preset(target), dtype=dtype or torch.float32, device=device).train()
+
+
+def _is_config(target: str) -> bool:
+    return target.endswith(".json") or (Path(target) / "config.json").is_file()
+
+
+def _call_factory(target: str, device: torch.device | str) -> nn.Module:
+    name, _, attribute = target.partition(":")
+    factory = _find_factory(target, name, attribute)
+    with torch.device(device):
+        try:
+            model = factory()
+        except TypeError as error:
+            raise UnsupportedModelError(
+                f"{target} cannot be called without arguments",
+                why=str(error),
+                hint="wrap it: def factory(): return Model(...)",
+            ) from error
+    if not isinstance(model, nn.Module):
+        raise UnsupportedModelError(
+            f"{target} returned {type(model).__name__}, not an nn.Module",
+            hint="a factory returns the model to train",
+        )
+    return model
+
+
+def _find_factory(target: str, name: str, attribute: str) -> Callable[[], Any]:
+    with ExitStack() as stack:
+        if "" not in sys.path:
+            sys.path.insert(0, "")
+            stack.callback(sys.path.remove, "")
+        try:
+            module = importlib.import_module(name)
+        except (ImportError, ValueError) as error:
+            raise UnsupportedModelError(
+                f"cannot import {name!r}",
+                where=target,
+                why=str(error),
+                hint="give module:factory, the module importable from here, for example my_model:make",
+            ) from error
+    factory = getattr(module, attribute, None)
+    if factory is None:
+        near = difflib.get_close_matches(attribute, dir(module), n=3)
+        raise UnsupportedModelError(
+            f"{name} has no {attribute!r}", where=target, hint=f"did you mean {', '.join(near)}?" if near else ""
+        )
+    if not callable(factory):
+        raise UnsupportedModelError(
+            f"{target} is a {type(factory).__name__}, not a function",
+            hint="give a function without arguments that returns an nn.Module",
+        )
+    return factory
+
+
+def _unknown(target: str) -> PresetError:
+    if Path(target).suffix or "/" in target:
+        return PresetError(
+            f"{target} is no target",
+            why="there is no such config.json",
+            hint="give a preset (moec presets), module:factory, or the path of a Hugging Face config.json",
+        )
+    near = difflib.get_close_matches(target, preset_names(), n=3, cutoff=0.4)
+    return PresetError(
+        f"unknown preset {target}",
+        hint=f"did you mean {', '.join(near)}?" if near else f"presets: {', '.join(preset_names())}",
+    )
+
+
+class _FakeEmpty(TorchFunctionMode):
+    """`torch.empty`, which modules allocate parameters with, gives fakes; buffers are computed as usual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is not torch.empty:
+            return func(*args, **(kwargs or {}))
+        with self._mode:
+            return func(*args, **(kwargs or {}))

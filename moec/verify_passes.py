@@ -1,0 +1,253 @@
+"""Check every pass on its own: a unit's graph before and after it, on real values, forward and backward.
+
+1. The model runs once in eager mode; the inputs of one layer of each template are kept.
+2. After each pass that changed a unit's graph, the graph of before and that of after run on the same inputs, weights,
+   random state and output gradients. The outer graph runs with its layers executed, the same ones both times.
+3. Results and all gradients are compared. Where they differ by more than the bound, the values of all surviving nodes
+   (those that both graphs have) are compared in order, which leads to the first one that moved and to the new node it
+   depends on. Where only gradients differ, the same is done with the gradients of surviving nodes, last node first.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from moec.compiler.ambient import current
+from moec.compiler.capture import Capture, capture
+from moec.compiler.graph import OUTER, Signature, Unit, module_path
+from moec.compiler.log import PassLog
+from moec.compiler.pass_manager import Pass
+from moec.compiler.plan import Plan
+from moec.compiler.printer import graph_text, op_text
+from moec.compiler.region_op import templates_in_scope
+from moec.compiler.regions import patched_forwards, weight_slots
+from moec.compiler.view import TrainingView
+from moec.distance import relative_error
+from moec.driver import example_inputs, run_passes
+from moec.models.adapters import training_view
+
+_BOUNDS = {torch.float64: 1e-11, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
+
+
+@dataclass(frozen=True)
+class PassCheck:
+    """One pass on one unit.
+
+    changed: False when the graph is the same text. exact: the pass promises the same bits. output_error,
+    gradient_error: largest relative error over results and over gradients. where: the node where numbers move.
+    """
+
+    name: str
+    unit: str
+    changed: bool
+    exact: bool
+    output_error: float = 0.0
+    gradient_error: float = 0.0
+    bound: float = 0.0
+    where: str = ""
+
+    @property
+    def error(self) -> float:
+        return max(self.output_error, self.gradient_error)
+
+    @property
+    def equal(self) -> bool:
+        return self.error <= self.bound
+
+
+def check_passes(model: nn.Module, plan: Plan, microbatch: Mapping[str, Tensor]) -> list[PassCheck]:
+    """Run all passes of a plan and check each, in the order in which they ran.
+
+    microbatch: what the training view takes, [B, T]. The model's buffers change as in any training forward.
+    """
+    view = training_view(model, plan)
+    captured = capture(view, plan, example_inputs(model, plan))
+    values = _record_values(view, captured, microbatch)
+    before = {name: _Graph.of(unit) for name, unit in captured.program.units.items()}
+    found: list[PassCheck] = []
+
+    def after(step: Pass, unit: Unit) -> None:
+        old, new = before[unit.name], _Graph.of(unit)
+        before[unit.name] = new
+        if graph_text(old.module.graph) == graph_text(new.module.graph):
+            found.append(PassCheck(step.name, unit.name, False, not step.changes_numerics))
+            return
+        with templates_in_scope(captured.templates):
+            found.append(_check(step, unit.name, old, new, values[unit.name]))
+
+    run_passes(captured, plan, PassLog(), after)
+    return found
+
+
+def pass_check_table(checks: Iterable[PassCheck]) -> Table:
+    """One row per pass: on how many graphs it did something, and the largest errors among them."""
+    table = Table(title="every pass on its own", title_justify="left", pad_edge=False)
+    for title in ("pass", "changed", "results", "gradients", "bound", ""):
+        table.add_column(title, justify="left" if title in ("pass", "") else "right")
+    groups: dict[str, list[PassCheck]] = {}
+    for check in checks:
+        groups.setdefault(check.name, []).append(check)
+    for name, members in groups.items():
+        changed = [check for check in members if check.changed]
+        row = [name, f"{len(changed)} of {len(members)}"]
+        if changed:
+            largest = [max(c.output_error for c in changed), max(c.gradient_error for c in changed)]
+            row += [f"{error:.2e}" if error else "same bits" for error in largest]
+            row += [f"{max(c.bound for c in changed):.0e}", _verdict(changed)]
+        table.add_row(*row)
+    return table
+
+
+def _verdict(checks: list[PassCheck]) -> str:
+    if not all(check.equal for check in checks):
+        return "[red]differs[/red]"
+    if any(check.exact and check.error for check in checks):
+        return "[yellow]rounds, though it says it does not[/yellow]"
+    return "[green]equal[/green]"
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """A unit's graph as it was at one moment."""
+
+    module: fx.GraphModule
+    signature: Signature
+
+    @classmethod
+    def of(cls, unit: Unit) -> _Graph:
+        return cls(fx.GraphModule(unit.module, copy.deepcopy(unit.graph)), unit.signature)
+
+
+@dataclass(frozen=True)
+class _Values:
+    """Real tensors for a unit's placeholders: weights and buffers by path below the unit, inputs by name."""
+
+    weights: Mapping[str, Tensor]
+    inputs: Mapping[str, Tensor]
+
+    def of(self, signature: Signature) -> list[Tensor]:
+        """Fresh copies, since a graph may write its buffers; leaves where a gradient is wanted."""
+        tables = {"input": self.inputs, "weight": self.weights, "buffer": self.weights}
+        return [
+            tables[value.kind][value.name].detach().clone().requires_grad_(value.requires_grad)
+            for value in signature.inputs
+        ]
+
+
+def _record_values(view: TrainingView, captured: Capture, microbatch: Mapping[str, Tensor]) -> dict[str, _Values]:
+    root = view.module.get_submodule(view.prefix.removesuffix("."))
+    calls = {template.calls[0].path: template.calls[0] for template in captured.templates.values()}
+    recorded: dict[str, dict[str, Tensor]] = {}
+
+    def recording(path: str, body: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            tensors += [current()[name] for name in calls[path].ambient]
+            recorded[path] = {n: t.detach().clone() for n, t in zip(calls[path].names, tensors, strict=True)}
+            return forward(*args, **kwargs)
+
+        return run
+
+    with view.prepare(), patched_forwards({path: root.get_submodule(path) for path in calls}, recording):
+        view.module(**microbatch)
+    found = {
+        name: _Values(dict(weight_slots(root.get_submodule(template.calls[0].path))), recorded[template.calls[0].path])
+        for name, template in captured.templates.items()
+    }
+    return found | {OUTER: _Values(dict(weight_slots(root)), microbatch)}
+
+
+@dataclass
+class _Run:
+    """One execution of a graph. nodes, node_gradients: by node name, only when traced."""
+
+    results: list[Tensor] = field(default_factory=list)
+    gradients: dict[str, Tensor | None] = field(default_factory=dict)
+    nodes: dict[str, Tensor] = field(default_factory=dict)
+    node_gradients: dict[str, Tensor | None] = field(default_factory=dict)
+
+
+def _check(step: Pass, unit: str, old: _Graph, new: _Graph, values: _Values) -> PassCheck:
+    one, two = _run(old, values), _run(new, values)
+    bound = max(_BOUNDS.get(result.dtype, 0.0) for result in [*one.results, *values.weights.values()])
+    outputs = max((relative_error(b, a) for a, b in zip(one.results, two.results, strict=True)), default=0.0)
+    gradients = max((relative_error(two.gradients.get(n), a) for n, a in one.gradients.items()), default=0.0)
+    where = ""
+    if max(outputs, gradients) > bound:
+        where = _find_move(new.module.graph, _run(old, values, trace=True), _run(new, values, trace=True), bound)
+    return PassCheck(step.name, unit, True, not step.changes_numerics, outputs, gradients, bound, where)
+
+
+def _run(graph: _Graph, values: _Values, trace: bool = False) -> _Run:
+    leaves = values.of(graph.signature)
+    tracer = _Tracer(graph.module, trace)
+    with torch.random.fork_rng(), torch.enable_grad():
+        torch.manual_seed(0)
+        results = [value for value in tracer.run(*leaves) if isinstance(value, Tensor)]
+        starts = [value for value in results if value.requires_grad]
+        directions = [torch.randn(value.shape).to(value) for value in starts]
+    names = [value.name for value in graph.signature.inputs if value.requires_grad]
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    inner = {name: value for name, value in tracer.live.items() if value.requires_grad}
+    gradients: list[Tensor | None] = [None] * (len(wanted) + len(inner))
+    if starts:
+        gradients = list(torch.autograd.grad(starts, [*wanted, *inner.values()], directions, allow_unused=True))
+    return _Run(
+        [value.detach() for value in results],
+        dict(zip(names, gradients[: len(wanted)], strict=True)),
+        tracer.values,
+        dict(zip(inner, gradients[len(wanted) :], strict=True)),
+    )
+
+
+class _Tracer(fx.Interpreter):
+    """Runs a graph; with `trace` keeps what every node yields: a copy, and the tensor that autograd knows."""
+
+    def __init__(self, module: fx.GraphModule, trace: bool) -> None:
+        super().__init__(module)
+        self.values: dict[str, Tensor] = {}
+        self.live: dict[str, Tensor] = {}
+        self._trace = trace
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        if self._trace and n.op == "call_function" and isinstance(value, Tensor):
+            self.values[n.name], self.live[n.name] = value.detach().clone(), value
+        return value
+
+
+def _find_move(graph: fx.Graph, one: _Run, two: _Run, bound: float) -> str:
+    """The first surviving node of the new `graph` whose value differs, or else the last whose gradient does."""
+    surviving = [node for node in graph.nodes if node.name in one.nodes and node.name in two.nodes]
+    for node in surviving:
+        if _differs(two.nodes[node.name], one.nodes[node.name], bound):
+            return f"value of {_text(node)}{_new(node.all_input_nodes, one, 'computed from the new')}"
+    for node in reversed(surviving):
+        gradients = two.node_gradients.get(node.name), one.node_gradients.get(node.name)
+        if _differs(*gradients, bound):
+            return f"gradient of {_text(node)}{_new(node.users, one, 'which goes through the new')}"
+    return "a result itself, or the gradient of an input: every node that both graphs have agrees"
+
+
+def _differs(value: Tensor | None, reference: Tensor | None, bound: float) -> bool:
+    if value is None or reference is None:
+        return value is not reference
+    return value.shape != reference.shape or relative_error(value, reference) > bound
+
+
+def _new(neighbours: Iterable[fx.Node], one: _Run, phrase: str) -> str:
+    new = [node for node in neighbours if node.op == "call_function" and node.name not in one.nodes]
+    return f", {phrase} {', '.join(_text(node) for node in new)}" if new else ", whose own arguments changed"
+
+
+def _text(node: fx.Node) -> str:
+    path = module_path(node)
+    return f"%{node.name} = {op_text(node.target)}" + (f" in {path}" if path else "")
