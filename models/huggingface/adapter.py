@@ -41,6 +41,7 @@ def huggingface_view(model: nn.Module, plan: Plan) -> TrainingView:
         prepare=module.prepare,
         notes=module.notes,
         packing_refusal=packing_refusal(model),
+        vocabulary=getattr(model.config, "vocab_size", None),
     )
 
 

@@ -55,21 +55,24 @@ class CausalMask(str):
 @contextmanager
 def exportable_attention(model: nn.Module, notes: Notes) -> Iterator[None]:
     """Every attention module runs `attention_forward`, unless the model has to keep its own implementation."""
+    configs = _configs(model)
+    before = {str(config._attn_implementation) for config in configs} - {NAME}
     reason = keeps_own_attention(model)
-    configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
     if reason:
         notes.add(f"attention: kept as plain operators, {reason}")
-        # Flash and flex kernels take no dense mask and do not trace; only the first config decides the note.
+        # Flash and flex kernels take no dense mask and do not trace.
         plain = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
-        settings = [config for config in configs.values() if config._attn_implementation not in ("sdpa", "eager")]
-        replacements = [(vars(config), "_attn_implementation_internal", plain) for config in settings]
-        if settings:
-            notes.add(f"attention: {plain!r} instead of {settings[0]._attn_implementation!r}, which does not trace")
+        replacements = [
+            (vars(config), "_attn_implementation_internal", plain)
+            for config in configs
+            if config._attn_implementation not in ("sdpa", "eager")
+        ]
+        if replacements:
+            notes.add(f"attention: {plain!r} instead of {', '.join(sorted(before))}, which does not trace")
     else:
-        before = {str(config._attn_implementation) for config in configs.values()} - {NAME}
         if before:
             notes.add(f"attention: one op with document ids instead of {', '.join(sorted(before))} and its masks")
-        replacements = [(vars(config), "_attn_implementation_internal", NAME) for config in configs.values()]
+        replacements = [(vars(config), "_attn_implementation_internal", NAME) for config in configs]
     with replaced(replacements), _noting(notes, model):
         yield
 
@@ -126,6 +129,11 @@ def attention_mask(mask_function: Callable[..., Any], **options: Any) -> Tensor 
     if window is None or options.get("attention_mask") is not None or options["q_length"] != options["kv_length"]:
         return ALL_MASK_ATTENTION_FUNCTIONS["eager"](mask_function=mask_function, **options)
     return CausalMask(window)
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    configs: dict[int, Any] = {id(c): c for c in (getattr(m, "config", None) for m in model.modules())}
+    return [config for config in configs.values() if hasattr(config, "_attn_implementation")]
 
 
 def _window(mask_function: Callable[..., Any]) -> int | None:

@@ -12,7 +12,6 @@ _COMMON: dict[str, Any] = {
     "hidden_size": 64,
     "num_attention_heads": 4,
     "max_position_embeddings": 256,
-    "initializer_range": 0.1,
     "attention_dropout": 0.0,
     "pad_token_id": 0,
     "bos_token_id": 1,

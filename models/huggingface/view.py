@@ -23,7 +23,7 @@ from moec.compiler.plan import Plan
 from moec.models.huggingface import documents, plain
 from moec.models.huggingface.attention import exportable_attention
 from moec.models.huggingface.experts import exportable_experts
-from moec.models.huggingface.linear_attention import exportable_linear_attention
+from moec.models.huggingface.linear_attention import exportable_linear_attention, token_by_token
 from moec.models.huggingface.router_logits import BalanceLoss
 from moec.models.huggingface.swaps import Notes, Swap, replaced
 
@@ -101,12 +101,17 @@ class HuggingFaceView(nn.Module):
     def reference(
         self, input_ids: Tensor, labels: Tensor, inverse_tokens: Tensor, document_ids: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """The same losses from the model's own, unswapped forward: what a compiled step has to equal.
+        """The same losses from the model's own implementations: what a compiled step has to equal.
 
-        Documents run one by one, so that nothing can leak between them whatever the model does with packed rows.
+        Documents run one by one, so that nothing can leak between them whatever the model does with packed rows, and
+        delta rules run token by token, their accurate form.
         """
         total = torch.zeros((), device=input_ids.device)
-        with self._balance.hooks(self.model, Notes()), self._balance.collecting() as logits:
+        with (
+            token_by_token(self.model, Notes()),
+            self._balance.hooks(self.model, Notes()),
+            self._balance.collecting() as logits,
+        ):
             for ids, targets in _documents(input_ids, labels, document_ids):
                 one = torch.ones((), device=ids.device)
                 output = self.model(
