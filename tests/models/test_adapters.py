@@ -44,6 +44,7 @@ def test_k3_view(kind: Any) -> None:
     view = training_view(model, PLAN)
     assert view.module.get_submodule(view.prefix.rstrip(".")) is model
     assert view.packing_refusal == ""
+    assert view.vocabulary == 40
     tokens, labels = _batch()
     ids = documents(3, 5).expand(2, -1)
     losses = view.module(tokens, labels, torch.tensor(0.25, dtype=torch.float64), ids)
@@ -56,6 +57,19 @@ def test_k3_view(kind: Any) -> None:
     assert ("indexer_loss" in losses) == (kind == "dsa")
     if kind == "dsa":
         assert_close(losses["objective"].detach(), losses["lm_loss"] + losses["indexer_loss"])
+
+
+def test_k3_view_names_the_balanced_buffers() -> None:
+    model = random_model(small())
+    balanced = training_view(model, PLAN).balanced
+    buffers = dict(model.named_buffers())
+    assert len(balanced) == 4
+    for bias, histogram, top_k in balanced:
+        assert buffers[bias].shape == (6,)
+        assert buffers[histogram].shape == (6, 1000)
+        assert top_k == 2
+    model.set_balancing(False)
+    assert training_view(model, PLAN).balanced == ()
 
 
 @pytest.mark.parametrize(

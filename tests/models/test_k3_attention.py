@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moec.models.k3.documents import positions
 from moec.models.k3.gqa import GQA
 from moec.models.k3.mla import MLA
 from tests.models.k3_small import (
@@ -115,3 +116,9 @@ def test_gqa_equals_reference(lengths: tuple[int, ...]) -> None:
     got, wanted = gqa(x, ids if len(lengths) > 1 else None), gqa_reference(gqa, x, ids)
     assert_close(got, wanted)
     assert_same_gradients(got, wanted, [x, *gqa.parameters()])
+
+
+def test_positions_restart_at_each_document() -> None:
+    ids = torch.cat([documents(2, 1, 3), documents(6)])
+    assert positions(ids, 6, ids.device).tolist() == [[0, 1, 0, 0, 1, 2], [0, 1, 2, 3, 4, 5]]
+    assert positions(None, 3, ids.device).tolist() == [[0, 1, 2]]

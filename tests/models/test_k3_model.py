@@ -75,6 +75,7 @@ def test_every_parameter_learns(config: K3Config) -> None:
     tokens = torch.randint(0, 40, (4, 24), generator=torch.Generator().manual_seed(0))
     model(tokens, tokens).loss.backward()
     silent = {name for name, grad in _gradients(model).items() if grad is None or grad.norm() == 0}
+    assert all(grad is None or bool(torch.isfinite(grad).all()) for grad in _gradients(model).values())
     assert silent == (
         {"layers.0.attention_mix.norm", "layers.0.attention_mix.proj"} if config.residual_block else set()
     )
