@@ -29,6 +29,7 @@ def index_topk(
 
     Candidates are s <= t of the same document; a query with fewer takes them all and leaves -1 in the last slots.
     The order within a row and the choice among ties are unspecified. No gradient (DeepSeek-V3.2, section 2).
+    Raises ValueError for a top_k below 1.
     """
     return torch.ops.moec.index_topk(q, k, w, document_ids, top_k, relu)
 
@@ -38,6 +39,7 @@ def sparse_attention(q: Tensor, kv: Tensor, indices: Tensor, *, scale: float, va
 
     Returns o [B,T,H,value_dim] in q's dtype, the mix of the first value_dim columns of kv, and lse [B,H,T] float32
     (float64 for float64 inputs). Slots of -1 are skipped; a query without any entry gives o = 0 and lse = -inf.
+    Raises ValueError for a value_dim outside [1, Dk].
     """
     return torch.ops.moec.sparse_attention(q, kv, indices, scale, value_dim)
 
@@ -66,6 +68,7 @@ def indexer_loss(
 
 
 def _topk(q: Tensor, k: Tensor, w: Tensor, document_ids: Tensor | None, top_k: int, relu: bool) -> Tensor:
+    _check_count("index_topk", "top_k", top_k, top_k)
     batch, length, heads, _ = q.shape
     dtype = math_dtype(q.dtype)
     keys = k.to(dtype).transpose(1, 2).contiguous()
@@ -89,6 +92,7 @@ def _topk(q: Tensor, k: Tensor, w: Tensor, document_ids: Tensor | None, top_k: i
 
 
 def _topk_fake(q: Tensor, k: Tensor, w: Tensor, document_ids: Tensor | None, top_k: int, relu: bool) -> Tensor:
+    _check_count("index_topk", "top_k", top_k, top_k)
     return q.new_empty(q.shape[0], q.shape[1], torch.sym_min(top_k, q.shape[1]), dtype=torch.int32)
 
 
@@ -96,6 +100,7 @@ def _topk_fake(q: Tensor, k: Tensor, w: Tensor, document_ids: Tensor | None, top
 
 
 def _attend(q: Tensor, kv: Tensor, indices: Tensor, scale: float, value_dim: int) -> tuple[Tensor, Tensor]:
+    _check_count("sparse_attention", "value_dim", value_dim, kv.shape[2])
     batch, length, heads, width = q.shape
     dtype = math_dtype(q.dtype)
     o = q.new_empty(batch, length, heads, value_dim)
@@ -146,6 +151,7 @@ def _attend_backward(
 
 
 def _attend_fake(q: Tensor, kv: Tensor, indices: Tensor, scale: float, value_dim: int) -> tuple[Tensor, Tensor]:
+    _check_count("sparse_attention", "value_dim", value_dim, kv.shape[2])
     batch, length, heads, _ = q.shape
     o = q.new_empty(batch, length, heads, value_dim)
     return o, q.new_empty(batch, heads, length, dtype=math_dtype(q.dtype))
@@ -275,6 +281,12 @@ def _log_softmax(weights: Tensor, dots: Tensor, empty: Tensor) -> Tensor:
 
 
 # Shared
+
+
+def _check_count(op: str, name: str, value: int, most: int) -> None:
+    if not 1 <= value <= most:
+        expected = "at least 1" if value < 1 else f"at most {most}"
+        raise ValueError(f"moec::{op}: {name}={value}, expected {expected}")
 
 
 def _blocks(length: int, values: int) -> Iterator[slice]:

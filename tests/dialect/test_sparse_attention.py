@@ -372,6 +372,14 @@ def test_any_shape(lengths: list[int], top_k: int, block: int, seed: int) -> Non
         assert (kl - dense_loss(indexer(length, seed=seed), p, mask)).abs().max() < 1e-12
 
 
+def test_mistakes_are_named() -> None:
+    with pytest.raises(ValueError, match="top_k=0, expected at least 1"):
+        choose(0)
+    for value_dim, expected in ((0, "at least 1"), (WIDTH + 1, f"at most {WIDTH}")):
+        with pytest.raises(ValueError, match=f"value_dim={value_dim}, expected {expected}"):
+            dialect.sparse_attention(*main(), choose(2), scale=SCALE, value_dim=value_dim)
+
+
 def test_costs() -> None:
     (q, k, w), (main_q, main_kv), indices = indexer(), main(), choose(3)
     pairs = BATCH * LENGTH * 3
