@@ -35,8 +35,8 @@ class LightningIndexer(nn.Module):
 
 def index_scores(q: Tensor, k: Tensor, w: Tensor) -> Tensor:
     """`sum_h w_th relu(q_th . k_s)`; q [B, T, H, D], k [B, T, D], w [B, T, H] -> float32 [B, T, T]"""
-    products = widen(q).flatten(1, 2) @ widen(k).transpose(1, 2)
-    return (w.unsqueeze(2) @ products.unflatten(1, (-1, q.shape[2])).relu()).squeeze(2)
+    products = widen(q).transpose(1, 2) @ widen(k).transpose(1, 2).unsqueeze(1)
+    return (products.relu() * w.transpose(1, 2).unsqueeze(-1)).sum(1)
 
 
 def select(scores: Tensor, allowed: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
