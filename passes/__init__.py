@@ -1,7 +1,36 @@
-"""The passes, in the order in which they run."""
+"""The passes, in the order in which they run.
+
+Depth mixes and gated norms contain what later passes look for on its own, sparse attention contains a softmax
+attention: the larger form comes first.
+"""
 
 from __future__ import annotations
 
 from moec.compiler.pass_manager import Pass
+from moec.passes.fuse_attention_gate import FuseAttentionGate
+from moec.passes.fuse_dsa import FuseDsa
+from moec.passes.fuse_kda import FuseKda
+from moec.passes.normalize import Normalize
+from moec.passes.recognize_attention import RecognizeAttention
+from moec.passes.recognize_conv import RecognizeConv
+from moec.passes.recognize_depth_mix import RecognizeDepthMix
+from moec.passes.recognize_experts import RecognizeExperts
+from moec.passes.recognize_loss import RecognizeLoss
+from moec.passes.recognize_mlp import RecognizeMlp
+from moec.passes.recognize_norm import RecognizeNorm
+from moec.passes.recognize_route import RecognizeRoute
 
-SEMANTIC_PASSES: tuple[Pass, ...] = ()
+SEMANTIC_PASSES: tuple[Pass, ...] = (
+    Normalize(),
+    RecognizeDepthMix(),
+    RecognizeNorm(),
+    RecognizeMlp(),
+    RecognizeConv(),
+    FuseDsa(),
+    RecognizeAttention(),
+    RecognizeRoute(),
+    RecognizeExperts(),
+    RecognizeLoss(),
+    FuseAttentionGate(),
+    FuseKda(),
+)

@@ -2,7 +2,7 @@
 
 An in-place op on a fresh value becomes its functional form, and later uses of the value read the result. A buffer that
 is allocated and then filled slice by slice becomes a `cat`. A write into an input (a buffer that the model updates) or
-through any other view is left as it is, and said.
+through any other view is left as it is; the latter is said.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ def make_functional(graph: fx.Graph, report: Report) -> Counter[str]:
     for node in list(graph.nodes):
         if node.op != "call_function" or not is_mutation(node):
             continue
+        if aliases.root(node.args[0]).op in ("placeholder", "get_attr"):
+            continue  # The model updates a buffer, as it means to.
         name = target_name(node)
         try:
             if node.target in _COPY and aliases.root(node.args[0]).target in ALLOCATIONS:
@@ -117,10 +119,7 @@ def _aliased(node: fx.Node) -> fx.Node | None:
 
 def _functional(graph: fx.Graph, node: fx.Node, aliases: Aliases) -> None:
     base = source_of(node)
-    root = aliases.root(base)
-    if root.op in ("placeholder", "get_attr"):
-        raise Refused("it updates an input of the graph")
-    if base is not root and not is_mutation(base):
+    if base is not aliases.root(base) and not is_mutation(base):
         raise Refused(f"it writes through a view, {base.name}")
     for member in aliases.members(base):
         if member < node and member is not base and any(user > node for user in member.users):

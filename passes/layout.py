@@ -34,6 +34,18 @@ def fold_users(graph: fx.Graph, node: fx.Node) -> None:
                 waiting.append(user)
 
 
+def fold_reshapes(rewriter: Rewriter, node: fx.Node) -> None:
+    """Let the reshapes of the reshape `node` take its input, or be its input where the shape is that already."""
+    source = source_of(node)
+    for user in list(node.users):
+        if user.op != "call_function" or user.target not in _RESHAPE:
+            continue
+        user.update_arg(0, source)
+        if _keeps_shape(user):
+            user.replace_all_uses_with(source)
+            rewriter.graph.erase_node(user)
+
+
 def _swaps(node: fx.Node, first: int, second: int) -> bool:
     return node.op == "call_function" and node.target in _TRANSPOSE and tuple(node.args[1:]) == (first, second)
 

@@ -92,9 +92,10 @@ class NotUnderstood(Exception):
     """The text says which part of a mask has an unknown meaning."""
 
 
-def understand(node: fx.Node | None, *, hides: bool = False) -> Mask:
+def understand(node: fx.Node | None, *, hides: bool = False, batch: int = -4) -> Mask:
     """The meaning of a mask: truth values (True = visible, or hidden if `hides`), or numbers added to the scores.
 
+    batch: the dimension that the batch runs along, counted from the right.
     Raises NotUnderstood unless it is provably a causal mask, with or without window and documents.
     """
     if node is None:
@@ -108,7 +109,7 @@ def understand(node: fx.Node | None, *, hides: bool = False) -> Mask:
     truth = _positive(truth)
     if truth.negated:
         raise NotUnderstood(f"{describe(node)} hides what it should show")
-    return _mask(node, truth.facts)
+    return _mask(node, truth.facts, batch)
 
 
 def evaluate(node: Any, known: Known) -> Value:
@@ -128,7 +129,7 @@ def evaluate(node: Any, known: Known) -> Value:
     return value
 
 
-def _mask(node: fx.Node, facts: frozenset[Fact]) -> Mask:
+def _mask(node: fx.Node, facts: frozenset[Fact], batch: int) -> Mask:
     causal, window, documents, ordered = False, 0, None, None
     for fact in facts:
         if (fact.query, fact.key) != (-2, -1):
@@ -153,7 +154,7 @@ def _mask(node: fx.Node, facts: frozenset[Fact]) -> Mask:
     if documents is None:
         return Mask(causal, window)
     tensor = tensor_meta(documents.table) if documents.table is not None else None
-    if documents.batch != -4 and (tensor is None or tensor.shape[0] != 1):
+    if documents.batch != batch and (tensor is None or tensor.shape[0] != 1):
         raise NotUnderstood(f"{describe(node)} does not have the batch in its first dimension")
     return Mask(causal, window, documents.table)
 

@@ -10,6 +10,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 import torch
 from torch import fx
 
@@ -72,9 +75,8 @@ def _rewrite_sdpa(found: Match, rewriter: Rewriter) -> str:
 
 
 def _rewrite_written(found: Match, rewriter: Rewriter) -> str:
-    for name in ("fill",):
-        if name in found and found[name] > -1e30:
-            raise Refused(f"hidden scores become {found[name]}, which may still count")
+    if found.get("fill", -math.inf) > torch.finfo(_dtype(found.root)).min:
+        raise Refused(f"hidden scores become {found['fill']}, which may still count")
     if "hidden" in found:
         meaning = _meaning(found["hidden"], hides=True)
     else:
@@ -107,7 +109,7 @@ def _replace(
         raise Refused("queries and keys differ in length")
     scale = float(shapes[0][3]) ** -0.5 if scale is None else float(scale)
     q = transposed(rewriter, operands[0], 1, 2)
-    k, v = _unrepeated(rewriter, *operands[1:])
+    k, v = _unrepeated(rewriter, operands[1], operands[2])
     heads, key_heads = _shape(q)[2], _shape(k)[2]
     if key_heads != _shape(v)[2] or heads % key_heads or (key_heads != heads and shapes[1][1] != heads and not grouped):
         raise Refused(f"{heads} query heads, {key_heads} key heads, {_shape(v)[2]} value heads")
@@ -123,6 +125,13 @@ def _replace(
     kinds += ["by document"] if documents is not None else []
     kinds += ["sinks"] if sinks is not None else []
     return f"attention of {heads} heads" + (f" to {key_heads}" if key_heads != heads else "") + f": {', '.join(kinds)}"
+
+
+def _dtype(node: fx.Node) -> torch.dtype:
+    tensor = tensor_meta(node)
+    if tensor is None:
+        raise Refused(f"the dtype of {node.name} is not known")
+    return tensor.dtype
 
 
 def _shape(node: fx.Node) -> torch.Size:
@@ -143,15 +152,26 @@ def _documents(rewriter: Rewriter, table: fx.Node | None, batch: int) -> fx.Node
 
 def _unrepeated(rewriter: Rewriter, k: fx.Node, v: fx.Node) -> tuple[fx.Node, fx.Node]:
     """Keys and values [B, T, G, D], each head once where both repeat their heads equally."""
-    once = [_once(k), _once(v)]
-    if once[0] is not None and once[1] is not None and once[0][2] == once[1][2]:
-        k, v = (node if already else transposed(rewriter, node, 1, 2) for node, already, _ in once if node is not None)
-        return k, v
-    return transposed(rewriter, k, 1, 2), transposed(rewriter, v, 1, 2)
+    keys, values = _once(k), _once(v)
+    if keys is None or values is None or keys.times != values.times:
+        return transposed(rewriter, k, 1, 2), transposed(rewriter, v, 1, 2)
+    return keys.placed(rewriter), values.placed(rewriter)
 
 
-def _once(node: fx.Node) -> tuple[fx.Node, bool, int] | None:
-    """What a node [B, H, T, D] repeats: the node, whether it is placed as [B, T, G, D] already, and how often."""
+@dataclass(frozen=True)
+class _Repeated:
+    """Heads before they were repeated `times`: [B, T, G, D] if `in_place`, else [B, G, T, D]."""
+
+    node: fx.Node
+    in_place: bool
+    times: int
+
+    def placed(self, rewriter: Rewriter) -> fx.Node:
+        return self.node if self.in_place else transposed(rewriter, self.node, 1, 2)
+
+
+def _once(node: fx.Node) -> _Repeated | None:
+    """What a node [B, H, T, D] repeats, if it does."""
     below = origin(node)
     for axis in (1, 2):
         inner = below
@@ -166,7 +186,7 @@ def _once(node: fx.Node) -> tuple[fx.Node, bool, int] | None:
             if found.get("times", times) == times and (
                 "opened" not in found or _is_repeat(found["opened"], axis, times)
             ):
-                return found["once"], axis == 2, times
+                return _Repeated(found["once"], axis == 2, times)
     return None
 
 

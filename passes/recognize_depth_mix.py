@@ -112,9 +112,8 @@ def _mix() -> Pattern:
 
 
 RULES = (Rule("depth_mix", cast(_mix(), "final"), _rewrite),)
-_weighted = op(
-    MUL, op(_STACK | _CAT, *[anything()] * 2), op(_UNSQUEEZE, op(aten("softmax.int"), *[anything()] * 3), -1)
-)
+_share = op(_UNSQUEEZE, op(aten("softmax.int"), *[anything()] * 3), dim(-1))
+_weighted = op(MUL, op(_STACK | _CAT, *[anything()] * 2), _share, commutes=True)
 SIGNS = (
     Sign("depth_mix", op(_SUM, _weighted, *[anything()] * 3), "the weights are not a softmax of normalised scores"),
 )

@@ -50,7 +50,7 @@ class RecognizeExperts(Pass):
     """See the module docstring."""
 
     name = "recognize_experts"
-    requires = ("normal_form", "routes")
+    requires = ("normal_form",)
     provides = ("experts",)
     changes_numerics = True
 

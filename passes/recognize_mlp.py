@@ -28,7 +28,7 @@ class RecognizeMlp(Pass):
     """See the module docstring."""
 
     name = "recognize_mlp"
-    requires = ("norms",)
+    requires = ("normal_form",)
     provides = ("gated_mlps",)
     changes_numerics = True
 

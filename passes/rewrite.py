@@ -139,17 +139,21 @@ def apply_rules(unit: Unit, rules: Sequence[Rule | Finder], report: Report, sign
             table.setdefault(target, []).append(rule)
     failures: dict[fx.Node, Failure] = {}
     gone: set[fx.Node] = set()
+    found_backwards = Report()
     for node in list(unit.graph.nodes)[::-1]:
         if node in gone or node.op != "call_function":
             continue
         for rule in table.get(node.target, ()):
             found = rule.find(node)
-            failure = rewrite_match(unit.graph, rule, found, report, gone) if isinstance(found, Match) else found
+            failure = (
+                rewrite_match(unit.graph, rule, found, found_backwards, gone) if isinstance(found, Match) else found
+            )
             if failure is None:
                 break
             for seen in failure.nodes:
                 if seen not in failures or len(failures[seen].nodes) <= len(failure.nodes):
                     failures[seen] = failure
+    report.matches += reversed(found_backwards.matches)
     report_signs(unit.graph, signs, report, failures)
 
 
