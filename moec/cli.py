@@ -138,7 +138,7 @@ def verify(
     device: DeviceOption = None,
 ) -> None:
     """Compare the compiled step with eager PyTorch: losses, every gradient, every parameter, every pass."""
-    from moec import verify as checks
+    from moec import verification as checks
     from moec.settings import read_plan, with_packing
     from moec.targets import build_target
 

@@ -1,4 +1,4 @@
-"""`moec.verify`: a compiled step against eager PyTorch, on the user's own model and plan.
+"""`moec.verify(model, plan)`: a compiled step against eager PyTorch, on the user's own model and plan.
 
 1. A copy of the model trains for a few steps through its compiled step, another one in plain eager PyTorch (eager.py),
    on the same random batches. The model itself is left as it is.
@@ -9,7 +9,7 @@
    is rounding. Equal gradients at equal parameters and equal updates from equal gradients say the same, undisturbed.
 4. float32 and float64: errors stay below fixed bounds. Half precision: a third copy, in float32 with the weights of the
    moment, is the reference, and the compiled step may be at most 1.5 times as far from it as eager half precision is.
-5. Every pass is checked on its own (verify_passes.py), which names the first pass and node where numbers move.
+5. Every pass is checked on its own (pass_checks.py), which names the first pass and node where numbers move.
 6. The check is void, and says so, when the reference itself did not move: nothing would have been compared.
 """
 
@@ -34,10 +34,10 @@ from moec.compiler.plan import Plan
 from moec.distance import relative_error
 from moec.eager import EagerStep, Gradients, microbatches
 from moec.models.adapters import training_view
+from moec.pass_checks import PassCheck, check_passes, pass_check_table
 from moec.random_batch import random_batches, vocabulary_of
 from moec.runtime import StepState
 from moec.step import CompiledStep
-from moec.verify_passes import PassCheck, check_passes, pass_check_table
 
 Kind = Literal["loss", "gradient", "gradient norm", "parameter", "rounding", "buffer", "balanced bias"]
 

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,8 +28,8 @@ from moec.compiler.log import PassLog
 from moec.compiler.pass_manager import Pass
 from moec.compiler.plan import Plan
 from moec.compiler.printer import graph_text, op_text
-from moec.compiler.region_op import templates_in_scope
 from moec.compiler.regions import patched_forwards, weight_slots
+from moec.compiler.template import Template
 from moec.compiler.view import TrainingView
 from moec.distance import relative_error
 from moec.driver import example_inputs, run_passes
@@ -71,17 +72,16 @@ def check_passes(model: nn.Module, plan: Plan, microbatch: Mapping[str, Tensor])
     view = training_view(model, plan)
     captured = capture(view, plan, example_inputs(model, plan))
     values = _record_values(view, captured, microbatch)
-    before = {name: _Graph.of(unit) for name, unit in captured.program.units.items()}
+    before = {name: _Graph.of(unit, captured.templates) for name, unit in captured.program.units.items()}
     found: list[PassCheck] = []
 
     def after(step: Pass, unit: Unit) -> None:
-        old, new = before[unit.name], _Graph.of(unit)
+        old, new = before[unit.name], _Graph.of(unit, captured.templates)
         before[unit.name] = new
         if graph_text(old.module.graph) == graph_text(new.module.graph):
             found.append(PassCheck(step.name, unit.name, False, not step.changes_numerics))
             return
-        with templates_in_scope(captured.templates):
-            found.append(_check(step, unit.name, old, new, values[unit.name]))
+        found.append(_check(step, unit.name, old, new, values[unit.name]))
 
     run_passes(captured, plan, PassLog(), after)
     return found
@@ -116,14 +116,15 @@ def _verdict(checks: list[PassCheck]) -> str:
 
 @dataclass(frozen=True)
 class _Graph:
-    """A unit's graph as it was at one moment."""
+    """A unit's graph as it was at one moment; the templates that it calls are as they are now."""
 
     module: fx.GraphModule
     signature: Signature
+    templates: Mapping[str, Template]
 
     @classmethod
-    def of(cls, unit: Unit) -> _Graph:
-        return cls(fx.GraphModule(unit.module, copy.deepcopy(unit.graph)), unit.signature)
+    def of(cls, unit: Unit, templates: Mapping[str, Template]) -> _Graph:
+        return cls(fx.GraphModule(unit.module, copy.deepcopy(unit.graph)), unit.signature, templates)
 
 
 @dataclass(frozen=True)
@@ -167,11 +168,11 @@ def _record_values(view: TrainingView, captured: Capture, microbatch: Mapping[st
 
 @dataclass
 class _Run:
-    """One execution of a graph. nodes, node_gradients: by node name, only when traced."""
+    """One execution of a graph. nodes (tensors that each yields), node_gradients: by name, only when traced."""
 
     results: list[Tensor] = field(default_factory=list)
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
-    nodes: dict[str, Tensor] = field(default_factory=dict)
+    nodes: dict[str, list[Tensor]] = field(default_factory=dict)
     node_gradients: dict[str, Tensor | None] = field(default_factory=dict)
 
 
@@ -188,7 +189,7 @@ def _check(step: Pass, unit: str, old: _Graph, new: _Graph, values: _Values) -> 
 
 def _run(graph: _Graph, values: _Values, trace: bool = False) -> _Run:
     leaves = values.of(graph.signature)
-    tracer = _Tracer(graph.module, trace)
+    tracer = _Tracer(graph, trace)
     with torch.random.fork_rng(), torch.enable_grad():
         torch.manual_seed(0)
         results = [value for value in tracer.run(*leaves) if isinstance(value, Tensor)]
@@ -211,16 +212,25 @@ def _run(graph: _Graph, values: _Values, trace: bool = False) -> _Run:
 class _Tracer(fx.Interpreter):
     """Runs a graph; with `trace` keeps what every node yields: a copy, and the tensor that autograd knows."""
 
-    def __init__(self, module: fx.GraphModule, trace: bool) -> None:
-        super().__init__(module)
-        self.values: dict[str, Tensor] = {}
+    def __init__(self, graph: _Graph, trace: bool) -> None:
+        super().__init__(graph.module)
+        self._templates = graph.templates
+        self.values: dict[str, list[Tensor]] = {}
         self.live: dict[str, Tensor] = {}
         self._trace = trace
 
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target is torch.ops.moec.region.default:
+            template, _, inputs, weights = args
+            return self._templates[template].run(inputs, weights)  # the op itself is opaque to autograd
+        return super().call_function(target, args, kwargs)
+
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
-        if self._trace and n.op == "call_function" and isinstance(value, Tensor):
-            self.values[n.name], self.live[n.name] = value.detach().clone(), value
+        if self._trace and n.op == "call_function":
+            tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+            self.values[n.name] = [tensor.detach().clone() for tensor in tensors]
+            self.live |= {n.name: value} if isinstance(value, Tensor) else {}
         return value
 
 
@@ -228,7 +238,8 @@ def _find_move(graph: fx.Graph, one: _Run, two: _Run, bound: float) -> str:
     """The first surviving node of the new `graph` whose value differs, or else the last whose gradient does."""
     surviving = [node for node in graph.nodes if node.name in one.nodes and node.name in two.nodes]
     for node in surviving:
-        if _differs(two.nodes[node.name], one.nodes[node.name], bound):
+        pairs = list(itertools.zip_longest(two.nodes[node.name], one.nodes[node.name]))
+        if any(_differs(value, reference, bound) for value, reference in pairs):
             return f"value of {_text(node)}{_new(node.all_input_nodes, one, 'computed from the new')}"
     for node in reversed(surviving):
         gradients = two.node_gradients.get(node.name), one.node_gradients.get(node.name)

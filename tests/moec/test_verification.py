@@ -1,0 +1,197 @@
+"""`moec.verify` is equal for a right step, and sees every planted error (cases.md C37: a gate has to be able to fail)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import moec
+from moec import verification
+from moec.compiler.errors import PlanError
+from moec.compiler.plan import OptimizerPlan, Plan
+from moec.models.build import build
+from moec.step import CompiledStep
+from moec.verification import Report, relative_error, verify
+
+from .small_models import SMALL_K3, SmallModel
+
+PLAN = Plan(batch=2, length=32, packing=True, accumulation=2, optimizer=OptimizerPlan(lr=3e-3, clip_norm=0.1))
+EXPERTS = "layers.1.feed_forward.mlp.experts.down"
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return build(SMALL_K3)
+
+
+@pytest.fixture(scope="module")
+def artifact(model: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return moec.compile(copy.deepcopy(model), PLAN).save(tmp_path_factory.mktemp("artifact") / "step")
+
+
+Mutation = Callable[[CompiledStep], None]
+
+
+@pytest.fixture
+def verify_mutant(
+    model: nn.Module, artifact: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[Mutation], Report]:
+    """Verify `model` with the compiled step changed by a mutation."""
+
+    def run(mutation: Mutation) -> Report:
+        def compiled(copied: nn.Module, plan: Plan) -> CompiledStep:
+            step = moec.load(artifact, copied, plan=plan)
+            mutation(step)
+            return step
+
+        monkeypatch.setattr(verification.moec, "compile", compiled)
+        monkeypatch.setattr(verification, "check_passes", lambda *_: [])
+        return verify(model, PLAN, steps=2)
+
+    return run
+
+
+def test_a_right_step_is_equal_and_the_model_is_left_alone(
+    model: nn.Module, verify_mutant: Callable[[Mutation], Report]
+) -> None:
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    report = verify_mutant(lambda step: None)
+    assert report.equal, str(report)
+    assert {c.kind for c in report.comparisons} >= {"loss", "gradient", "gradient norm", "parameter", "balanced bias"}
+    assert {c.name for c in report.comparisons if c.kind == "gradient"} == {n for n, _ in model.named_parameters()}
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def _scale_gradient(path: str, factor: float) -> Mutation:
+    def mutate(step: CompiledStep) -> None:
+        accumulate = step.state.accumulate
+        step.state.accumulate = lambda name, g: accumulate(name, g * factor if name == path else g)  # type: ignore[method-assign]
+
+    return mutate
+
+
+def _swap_experts(step: CompiledStep) -> None:
+    weight = step.state.weights[EXPERTS].data
+    weight[[0, 1]] = weight[[1, 0]]
+
+
+def _zero_expert(step: CompiledStep) -> None:
+    step.state.weights[EXPERTS].data[2] = 0.0
+
+
+def _changed_update(change: Callable[[CompiledStep, float], float]) -> Mutation:
+    def mutate(step: CompiledStep) -> None:
+        update = step.program.update
+        step.program.update = lambda state, lr: update(state, change(step, lr))  # type: ignore[attr-defined]
+
+    return mutate
+
+
+def _forget_balance(step: CompiledStep) -> None:
+    step.program.runtime = _WithoutBalance(step.program.runtime)  # type: ignore[attr-defined]
+
+
+class _WithoutBalance:
+    def __init__(self, runtime: object) -> None:
+        self._runtime = runtime
+
+    def __getattr__(self, name: str) -> object:
+        return (lambda *_: None) if name == "update_balance" else getattr(self._runtime, name)
+
+
+@pytest.mark.parametrize(
+    ("mutation", "kind", "name"),
+    [
+        (_scale_gradient(EXPERTS, 0.0), "gradient", EXPERTS),
+        (_scale_gradient("embed.weight", 2.0), "gradient", "embed.weight"),
+        (_scale_gradient("layers.0.attention.mixer.decay.A_log", 1.001), "gradient", "decay.A_log"),
+        (_swap_experts, "loss", "lm_loss"),
+        (_zero_expert, "loss", "lm_loss"),
+        (_changed_update(lambda step, lr: 1.01 * lr), "parameter", "embed.weight"),
+        (_forget_balance, "balanced bias", "correction_bias"),
+    ],
+    ids=["zeroed", "doubled", "a thousandth", "experts swapped", "expert zeroed", "learning rate", "no balancing"],
+)
+def test_a_wrong_step_is_not_equal(
+    mutation: Mutation, kind: str, name: str, verify_mutant: Callable[[Mutation], Report]
+) -> None:
+    report = verify_mutant(mutation)
+    assert not report.equal
+    first = report.differences()[0]
+    assert (first.step, first.kind) == (1, kind)
+    assert name in first.name
+    assert "not equal" in str(report)
+
+
+def test_a_gradient_that_should_not_exist_is_a_difference(verify_mutant: Callable[[Mutation], Report]) -> None:
+    def invent(step: CompiledStep) -> None:
+        clear = step.state.clear_gradients
+
+        def clear_and_add() -> None:
+            clear()
+            step.state.gradients["layers.0.attention_mix.proj"] = torch.full((32,), 1e-30)
+
+        step.state.clear_gradients = clear_and_add  # type: ignore[method-assign]
+
+    report = verify_mutant(invent)
+    assert [c.name for c in report.differences() if c.kind == "gradient"][:1] == ["layers.0.attention_mix.proj"]
+
+
+def test_a_model_that_does_not_train_proves_nothing() -> None:
+    still = replace(PLAN, optimizer=OptimizerPlan(lr=0.0))
+    report = verify(SmallModel(), still)
+    assert not report.differences()
+    assert not report.equal
+    assert "no parameter of the eager model moved" in report.void
+    assert "proves nothing" in str(report)
+
+
+def test_the_reference_loss_falls_while_it_is_compared() -> None:
+    fast = replace(PLAN, optimizer=OptimizerPlan(lr=3e-2))
+    report = verify(SmallModel(), fast, steps=4)
+    assert report.equal, str(report)
+    first, last = report.losses[0][1], report.losses[-1][1]
+    assert last < 0.9 * first
+
+
+def test_half_precision_is_measured_against_float32() -> None:
+    report = verify(SmallModel().to(torch.bfloat16), PLAN)
+    assert report.equal, str(report)
+    assert "rounding" in {c.kind for c in report.comparisons}
+    gradients = [c for c in report.comparisons if c.kind == "gradient"]
+    assert max(c.error for c in gradients) > 1e-4
+
+
+def test_float64_has_tight_bounds() -> None:
+    report = verify(SmallModel().double(), PLAN)
+    assert report.equal, str(report)
+    assert max(c.bound for c in report.comparisons) < 1e-9
+
+
+def test_no_steps_are_refused() -> None:
+    with pytest.raises(PlanError, match="steps is 0"):
+        verify(SmallModel(), PLAN, steps=0)
+
+
+@pytest.mark.parametrize(
+    ("value", "reference", "error"),
+    [
+        (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0]), 0.0),
+        (torch.tensor([3.0]), torch.tensor([2.0]), 0.5),
+        (torch.zeros(2), torch.zeros(2), 0.0),
+        (torch.tensor([1e-30]), torch.zeros(1), float("inf")),
+        (None, None, 0.0),
+        (torch.zeros(2), None, float("inf")),
+        (None, torch.zeros(2), float("inf")),
+        (torch.tensor([float("nan")]), torch.tensor([1.0]), float("inf")),
+    ],
+)
+def test_relative_error(value: Tensor | None, reference: Tensor | None, error: float) -> None:
+    assert relative_error(value, reference) == error
