@@ -64,7 +64,7 @@ def sparse_attention(
     chosen bool [B, T, S]. Returns the output [B, T, H, value_dim] in the dtype of q and the probabilities
     [B, T, H, S] in float32.
     """
-    rows = torch.arange(q.shape[0], device=q.device).view(-1, 1, 1)
+    rows = torch.arange(q.shape[0], device=q.device).unsqueeze(1).unsqueeze(2)
     picked = widen(entries[rows, indices])
     logits = (widen(q) @ picked.transpose(-1, -2)) * scale
     probabilities = logits.masked_fill(~chosen.unsqueeze(2), float("-inf")).softmax(-1)
