@@ -30,6 +30,7 @@ from moec.compiler.pass_manager import NearMiss
 from moec.compiler.plan import Plan
 from moec.compiler.region_op import region, templates_in_scope
 from moec.compiler.regions import Probe, RegionCall, find_regions, patched_forwards, probe, weight_slots
+from moec.compiler.symbolic import TrustTopK
 from moec.compiler.template import Template, ValueSpec
 from moec.compiler.view import TrainingView
 
@@ -228,7 +229,8 @@ def _export(module: nn.Module, args: tuple[Tensor, ...], shapes: Any, path: str)
     failures = []
     for strict in (False, True):
         try:
-            return torch.export.export(module, args, dynamic_shapes=shapes, strict=strict)
+            with TrustTopK():
+                return torch.export.export(module, args, dynamic_shapes=shapes, strict=strict)
         except Exception as error:  # torch raises many kinds here; each becomes one CaptureError
             failures.append(error)
     raise _capture_error(f"layer {path}" if path else "the model", failures[0]) from failures[0]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from moec.compiler.dialect.registry import lookup, nbytes
+from moec.compiler.dialect.registry import lookup, nbytes, size_hint
 from moec.compiler.region_op import region
 
 aten = torch.ops.aten
@@ -34,10 +34,10 @@ def node_flops(node: fx.Node) -> float:
         return _number(definition.backward_flops_of(_forward_arguments(definition, node), {}))
     rule = _FLOPS.get(node.target)
     if rule is not None:
-        return float(rule(args))
+        return float(size_hint(rule(args)))
     if _is_free(node):
         return 0.0
-    return float(sum(t.numel() for t in _tensors(node.meta.get("val"))))
+    return float(sum(size_hint(t.numel()) for t in _tensors(node.meta.get("val"))))
 
 
 def node_bytes(node: fx.Node) -> float:

@@ -138,13 +138,15 @@ class Pipeline:
     def run(self, program: Program, context: PassContext) -> list[PassRecord]:
         """Run every pass on every unit, in order, and return the log's records."""
         records = []
+        costs = {name: self.cost(unit.graph) for name, unit in program.units.items()}
         for step in self.passes:
             for unit in program.units.values():
-                records.append(self._run_one(step, unit, context))
+                records.append(self._run_one(step, unit, context, costs[unit.name]))
+                costs[unit.name] = records[-1].cost_after
         return records
 
-    def _run_one(self, step: Pass, unit: Unit, context: PassContext) -> PassRecord:
-        before, cost_before = op_histogram(unit.graph), self.cost(unit.graph)
+    def _run_one(self, step: Pass, unit: Unit, context: PassContext, cost_before: dict[str, float]) -> PassRecord:
+        before = op_histogram(unit.graph)
         nodes_before = len(unit.graph.nodes)
         started = time.perf_counter()
         report = step.run(unit, context)
@@ -168,6 +170,6 @@ class Pipeline:
             added={op: n - before.get(op, 0) for op, n in after.items() if n > before.get(op, 0)},
             removed={op: n - after.get(op, 0) for op, n in before.items() if n > after.get(op, 0)},
             cost_before=cost_before,
-            cost_after=self.cost(unit.graph),
+            cost_after=self.cost(unit.graph) if report.matches else cost_before,
             warning="" if report.matches else step.expected(unit),
         )

@@ -14,8 +14,9 @@ dimensions; their product is called N.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,10 +101,17 @@ def lookup(target: object) -> Definition | None:
 def nbytes(value: Any) -> int:
     """Bytes of all tensors in a nested value, by their logical sizes (symbolic sizes by their hints)."""
     if isinstance(value, torch.Tensor):
-        return int(math.prod(int(size) for size in value.shape)) * value.element_size()
+        return math.prod(size_hint(size) for size in value.shape) * value.element_size()
     if isinstance(value, list | tuple):
         return sum(nbytes(item) for item in value)
     return 0
+
+
+def size_hint(size: int | torch.SymInt) -> int:
+    """A size as a number: a symbolic one by its hint, 1 where it has none. Never adds a guard, as int() would."""
+    if isinstance(size, int):
+        return size
+    return int(size.node.hint) if size.node.has_hint() else 1
 
 
 def _bind_shape(op: str, argument: str, names: list[str], shape: Sequence[Any], sizes: dict[str, sympy.Expr]) -> None:
@@ -129,11 +137,22 @@ def _expression(size: Any) -> sympy.Expr:
 
 
 def _evaluate(formula: str, sizes: Mapping[str, sympy.Expr]) -> sympy.Expr:
-    symbols = {str(symbol): symbol for symbol in sympy.parse_expr(formula, local_dict=_SYMBOLS).free_symbols}
-    missing = sorted(set(symbols) - set(sizes))
+    expression, names, numbers = _parsed(formula)
+    missing = sorted(set(names) - set(sizes))
     if missing:
         raise ValueError(f"the cost formula {formula!r} needs {', '.join(missing)}, which the call does not give")
-    return sympy.parse_expr(formula, local_dict=_SYMBOLS).subs({symbols[name]: sizes[name] for name in symbols})
+    values = [sizes[name] for name in names]
+    if all(value.is_number for value in values):
+        return sympy.sympify(numbers(*(int(v) if v.is_Integer else float(v) for v in values)))
+    return expression.subs(dict(zip(map(sympy.Symbol, names), values, strict=True)))
+
+
+@functools.cache
+def _parsed(formula: str) -> tuple[sympy.Expr, tuple[str, ...], Callable[..., float]]:
+    """The expression, the names in it, and a plain function of their numbers: a log asks for costs very often."""
+    expression = sympy.parse_expr(formula, local_dict=_SYMBOLS)
+    names = tuple(sorted(str(symbol) for symbol in expression.free_symbols))
+    return expression, names, sympy.lambdify([sympy.Symbol(name) for name in names], expression, modules="math")
 
 
 # Names that sympy would otherwise read as its own functions or constants.

@@ -47,7 +47,7 @@ def select(scores: Tensor, allowed: Tensor, top_k: int) -> tuple[Tensor, Tensor,
     fill.
     """
     masked = scores.masked_fill(~allowed, float("-inf"))
-    best, indices = masked.topk(min(top_k, scores.shape[-1]), dim=-1)
+    best, indices = masked.topk(torch.sym_min(top_k, scores.shape[-1]), dim=-1)
     return indices, best, best > float("-inf")
 
 
