@@ -200,12 +200,14 @@ def _model_backward(sections: Mapping[str, Section], outer: Partitioned, constan
         constants=constants,
     )
     names = {index: writer.name(node) for index, node in enumerate(outer.saved)}
+    seed_dtype = torch.float32
     for node in outer.backward.find_nodes(op="placeholder"):
         kind, index = node.meta["role"]
         if kind == "saved":
             given[node] = names[index]
         elif kind == "tangent":
             given[node] = "seed"
+            seed_dtype = node.meta["val"].dtype
     grads = dict(zip(joint.grads, outer.backward.output_node().args[0], strict=True))  # type: ignore[arg-type]
     own: dict[fx.Node, list[str]] = {}
     for index, node in grads.items():
@@ -219,7 +221,7 @@ def _model_backward(sections: Mapping[str, Section], outer: Partitioned, constan
     unpack = [*names.values(), *saved_inputs]
     body = ['"""Add the gradients of one microbatch to the state."""', 'w = state.scope("")']
     body += [*fold(f'[{", ".join(unpack)}] = saved.pop("model")')] if unpack else []
-    body.append("seed = torch.ones((), dtype=torch.float32, device=DEVICE)")
+    body.append(f"seed = torch.ones((), dtype={seed_dtype}, device=DEVICE)")
     body += writer.lines(())
     for node, wanted in own.items():
         if node.op != "call_function":
