@@ -90,6 +90,7 @@ def test_characters_across_blocks_are_text_and_offsets_stay_absolute(
         ("aé漢".encode() + b"\xff" + b"zzz", "no UTF-8 at byte 6"),
         ("aé漢".encode() + b"\0" + b"zzz", "a NUL byte at byte 6"),
         ("aé漢".encode()[:-1], "no UTF-8 at byte 3"),
+        (b"ab\xe6zzz", "no UTF-8 at byte 2"),
     ):
         path.write_bytes(content)
         if flaw is None:
