@@ -51,25 +51,15 @@ def test_k3_layer_kinds(k3: K3Model) -> None:
 
 
 def test_checkpoint_bytes(k3: K3Model) -> None:
-    """Experts in MXFP4 (half a byte and one scale per 32), the rest as the state dict has it, vision in bf16."""
-    config = k3.config
-    state = {name: tensor for name, tensor in k3.state_dict().items() if ".experts." not in name}
-    stacked = [name for name in k3.state_dict() if ".experts." in name]
-    small = {
-        name: tensor.new_empty(config.experts, *tensor.shape[1:])
-        for name, tensor in k3.state_dict().items()
-        if name in stacked[:2]
-    }
-    dense = _published_bytes(state, k3)
-    experts = sum(tensor.numel() for tensor in small.values()) * 92
+    """Experts in MXFP4 (half a byte and one scale per 32), the rest as published, vision in bf16."""
+    experts = others = 0
+    for name, tensor in to_huggingface(k3.state_dict(), k3.config):
+        if ".experts." in name:
+            experts += tensor.numel()
+        else:
+            others += tensor.numel() * tensor.element_size()
     assert experts == 2_722_740_830_208
-    assert dense + experts * 17 // 32 + 2 * VISION == 1_560_860_324_864
-
-
-def _published_bytes(state: dict[str, torch.Tensor], model: K3Model) -> int:
-    stacks = {name: tensor for name, tensor in model.state_dict().items() if ".experts." in name}
-    published = to_huggingface(state | stacks, model.config)
-    return sum(tensor.numel() * tensor.element_size() for name, tensor in published if ".experts." not in name)
+    assert others + experts * 17 // 32 + 2 * VISION == 1_560_860_324_864
 
 
 def test_sources_per_site(k3: K3Model) -> None:
