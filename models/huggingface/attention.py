@@ -11,11 +11,13 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
-import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import CodeType
 from typing import Any
 
 from torch import Tensor, nn
@@ -81,10 +83,10 @@ def keeps_own_attention(model: nn.Module) -> str:
     """Why the attention of this model must stay its own implementation, '' when it need not."""
     if not type(model)._can_set_attn_implementation():  # type: ignore[attr-defined]
         return f"{type(model).__name__} does not use transformers' attention interface"
-    for module in model.modules():
-        source = inspect.getsource(type(module)) if ".modeling_" in type(module).__module__ else ""
-        if len(_SETTING.findall(source)) > len(_LOOKUP.findall(source)):
-            return f"{type(module).__name__} decides by the name of its attention implementation"
+    for kind in {type(module): None for module in model.modules()}:
+        loads = Counter(name for code in _codes(kind) for name in _attributes(code))
+        if loads["_attn_implementation"] > loads["get_interface"]:
+            return f"{kind.__name__} decides by the name of its attention implementation"
     return ""
 
 
@@ -134,6 +136,21 @@ def attention_mask(mask_function: Callable[..., Any], **options: Any) -> Tensor 
 def _configs(model: nn.Module) -> list[Any]:
     configs: dict[int, Any] = {id(c): c for c in (getattr(m, "config", None) for m in model.modules())}
     return [config for config in configs.values() if hasattr(config, "_attn_implementation")]
+
+
+def _codes(kind: type) -> Iterator[CodeType]:
+    """The code of every function that the modeling file of a class defines in the class or its bases."""
+    for base in kind.__mro__:
+        if not base.__module__.startswith("transformers.modeling_") and ".modeling_" in base.__module__:
+            functions = (inspect.unwrap(value) for value in vars(base).values() if inspect.isfunction(value))
+            yield from (function.__code__ for function in functions)
+
+
+def _attributes(code: CodeType) -> Iterator[str]:
+    yield from (str(i.argval) for i in dis.get_instructions(code) if i.opname in ("LOAD_ATTR", "LOAD_METHOD"))
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _attributes(constant)
 
 
 def _window(mask_function: Callable[..., Any]) -> int | None:
@@ -223,9 +240,6 @@ def _reads_mask(part: str) -> UnsupportedModelError:
         hint="this model needs an adapter of its own",
     )
 
-
-_SETTING = re.compile(r"_attn_implementation\b")
-_LOOKUP = re.compile(r"get_interface\(\s*self\.config\._attn_implementation\b")
 
 # Options that do not change the result beyond what mask, scale and sinks say, whatever their value.
 _UNDERSTOOD = frozenset(

@@ -8,8 +8,6 @@ expert. Gate and activation stay the module's own plain operators, for passes to
 
 from __future__ import annotations
 
-import inspect
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,7 +17,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from moec.compiler import dialect
 from moec.compiler.errors import UnsupportedModelError
-from moec.models.huggingface.swaps import Notes, replaced, summary
+from moec.models.huggingface.swaps import Notes, forward_of, replaced, summary
 
 NAME = "moec"
 
@@ -53,10 +51,11 @@ def check_experts(model: nn.Module) -> None:
                     why="transformers' expert parallelism replaced its weights by one rank's share",
                     hint="load the model without a tensor or expert parallel plan; moec shards it itself",
                 )
-        elif "Experts" in name and _DATA_DEPENDENT.search(inspect.getsource(type(module))):
+        elif "Experts" in name and _DATA_DEPENDENT & set(forward_of(module).__code__.co_names):
+            code = forward_of(module).__code__
             raise UnsupportedModelError(
                 f"{name} loops over the experts that were hit",
-                where=f"{path} ({inspect.getsourcefile(type(module))}:{inspect.getsourcelines(type(module))[1]})",
+                where=f"{path} ({code.co_filename}:{code.co_firstlineno})",
                 why="the number of tokens per expert is data, so the loop cannot become one graph, and the class does "
                 "not use transformers' experts interface, through which moec would replace it",
                 hint="decorate the class with transformers.integrations.moe.use_experts_implementation",
@@ -85,6 +84,6 @@ def _is_pluggable(module: nn.Module) -> bool:
     return hasattr(module, "_apply_gate") and hasattr(module, "is_transposed") and hasattr(module, "config")
 
 
-_DATA_DEPENDENT = re.compile(r"nonzero\(|torch\.where\(|\.tolist\(")
+_DATA_DEPENDENT = {"nonzero", "where", "tolist"}
 
 ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)

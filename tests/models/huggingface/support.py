@@ -37,12 +37,15 @@ class Case:
 
 
 def build(kind: str, plan: Plan | None = None, *, seed: int = 0, **changes: Any) -> Case:
-    """A tiny model whose norms and biases are away from their initial ones and zeros, and its view."""
+    """A tiny model whose norms and biases are away from their initial ones and zeros, and its view.
+
+    For a kind that has no tiny config `changes` are the whole config.
+    """
     torch.manual_seed(seed)
-    model = from_config(tiny_config(kind, **changes))
+    model = from_config(tiny_config(kind, **changes) if kind in TINY else {"model_type": kind, **changes})
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name or name.endswith(("bias", "sinks")) and "dt_bias" not in name:
+            if "norm" in name or (name.endswith(("bias", "sinks")) and "dt_bias" not in name):
                 parameter.add_(torch.randn_like(parameter) * 0.1)
             if name.endswith("A_log"):
                 # States that last for many tokens, so that what must not pass between documents would be seen.
