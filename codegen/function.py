@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import builtins
 import keyword
+import operator
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -36,7 +37,8 @@ class FunctionWriter:
 
     given: placeholder or other node -> expression that stands for it. owned: names that the function may delete.
     taken: names that are already in use. handlers: target -> handler. attributes: holds the tensors of get_attr nodes.
-    after: node -> statement to write once its value exists, with "{}" for the value.
+    after: node -> statement to write once its value exists, with "{}" for the value. wishes: node -> name to try first.
+    section: module path -> heading under which its statements stand.
     """
 
     graph: fx.Graph
@@ -48,7 +50,11 @@ class FunctionWriter:
     attributes: torch.nn.Module | None = None
     constants: dict[str, Tensor] = field(default_factory=dict)
     after: dict[fx.Node, str] = field(default_factory=dict)
+    wishes: dict[fx.Node, str] = field(default_factory=dict)
+    section: Callable[[str], str] = field(default=lambda path: path)
     names: dict[fx.Node, str] = field(default_factory=dict)
+    _defined: dict[fx.Node, list[str]] = field(default_factory=dict)
+    _unpacked: set[fx.Node] = field(default_factory=set)
 
     def lines(self, returns: Iterable[fx.Node]) -> list[str]:
         """The body's statements, without the return; values in `returns` are never deleted."""
@@ -59,14 +65,17 @@ class FunctionWriter:
         lines: list[str] = []
         path = None
         for node, text in statements:
-            here = module_path(node)
+            here = self.section(module_path(node))
             if here != path:
                 lines.append(f"# {here or 'the model itself'}")
                 path = here
             for statement in text.splitlines():
                 lines += fold(statement)
-            if node in self.after:
-                lines += fold(self.after[node].format(self.text(node)))
+            for made in (node, *self._made_by(node)):
+                if made in self.after:
+                    lines += [
+                        line for text in self.after[made].splitlines() for line in fold(text.format(self.text(made)))
+                    ]
             dead = sorted(last.get(node, ()))
             if dead:
                 lines.append(f"del {', '.join(dead)}")
@@ -82,19 +91,25 @@ class FunctionWriter:
             return self.names[value]
         return literal(value, self.text)
 
-    def name(self, node: fx.Node, wish: str | None = None) -> str:
-        """A new variable for a node's value."""
-        base = identifier(wish or _wish(node))
+    def name(self, node: fx.Node, wish: str | None = None, *, within: fx.Node | None = None) -> str:
+        """A new variable for a node's value, made by the statement of `within` (the node's own by default)."""
+        base = identifier(self.wishes.get(node) or wish or _wish(node))
         name, number = base, 2
         while name in self.taken:
             name, number = f"{base}_{number}", number + 1
         self.taken.add(name)
         self.owned.add(name)
         self.names[node] = name
+        self._defined.setdefault(within or node, []).append(name)
         return name
 
+    def drop(self, within: fx.Node) -> str:
+        """The variable for a result that nothing uses; it is deleted after the statement of `within`."""
+        self._defined.setdefault(within, []).append("_")
+        return "_"
+
     def _statement(self, node: fx.Node) -> str | None:
-        if node.op in ("placeholder", "output") or node in self._inline or node in self.given:
+        if node.op in ("placeholder", "output") or node in self._inline | self._unpacked or node in self.given:
             return None
         if node.op == "get_attr":
             self.given[node] = self._constant(node)
@@ -103,7 +118,29 @@ class FunctionWriter:
         if handler is not None:
             return handler(self, node)
         text = call_text(node, self.text)
+        if isinstance(node.meta.get("val"), list | tuple) and node.users and all(map(_is_getitem, node.users)):
+            return f"{self._unpack(node, node.meta['val'], node)} = {text}"
         return f"{self.name(node)} = {text}"
+
+    def _unpack(self, node: fx.Node, value: Any, statement: fx.Node) -> str:
+        """The target that takes a tuple apart, nested where a part is a list."""
+        users = {int(user.args[1]): user for user in node.users}  # type: ignore[arg-type]
+        self._unpacked |= set(users.values())
+        targets = []
+        for index, part in enumerate(value):
+            user = users.get(index)
+            if user is None or not user.users:
+                targets.append(self.drop(statement))
+            elif isinstance(part, list | tuple) and all(map(_is_getitem, user.users)):
+                targets.append(f"[{self._unpack(user, part, statement)}]")
+            else:
+                targets.append(self.name(user, _result_name(node, index), within=statement))
+        return ", ".join(targets) + ("," if len(targets) == 1 else "")
+
+    def _made_by(self, statement: fx.Node) -> list[fx.Node]:
+        """Values that a statement takes apart from a tuple."""
+        parts = [user for user in statement.users if user in self._unpacked]
+        return [*parts, *(inner for part in parts for inner in self._made_by(part))]
 
     def _constant(self, node: fx.Node) -> str:
         value = getattr(self.attributes, str(node.target))
@@ -114,27 +151,30 @@ class FunctionWriter:
         return f'CONSTANTS["{name}"]'
 
     def _is_inlined(self, node: fx.Node) -> bool:
-        if node.op != "call_function" or node.target not in _INLINE or node in self.keep or len(node.users) != 1:
+        if node.op != "call_function" or node.target not in _INLINE or node in self.after or len(node.users) != 1:
             return False
         user = next(iter(node.users))
-        if user.op == "output" or user.target in self.handlers:
+        if user.target in self.handlers:
             return False
         return sum(source is node for source in _flat_nodes(user)) == 1
 
     def _last_uses(self, statements: list[fx.Node]) -> dict[fx.Node, set[str]]:
         holder: dict[str, fx.Node] = {}
+        result: dict[fx.Node, set[str]] = {}
         order = set(statements)
         for node in self.graph.nodes:
             if node not in order:
                 continue
-            if node in self.names and self.names[node] in self.owned:
-                holder.setdefault(self.names[node], node)
+            for name in self._defined.get(node, ()):
+                holder.setdefault(name, node)
             for source in self._sources(node):
                 name = self.names.get(source) or self.given.get(source, "")
                 if name in self.owned:
                     holder[name] = node
+            if "_" in self._defined.get(node, ()):
+                result.setdefault(node, set()).add("_")
+        holder.pop("_", None)
         kept = {self.names.get(node) or self.given.get(node, "") for node in self._kept_sources()}
-        result: dict[fx.Node, set[str]] = {}
         for name, node in holder.items():
             if name not in kept:
                 result.setdefault(node, set()).add(name)
@@ -172,9 +212,20 @@ def fold(text: str) -> list[str]:
     """Break a long statement after commas inside its outermost brackets."""
     if len(text) <= WIDTH - len(INDENT):
         return [text]
+    target, equals, value = text.partition(" = ")
+    if equals and len(target) > WIDTH // 2 and ", " in target:
+        bracketed = target if _last_call(target) == 0 else f"({target})"
+        head, *names, tail = _wrapped(bracketed, 0)
+        last, *rest = fold(f"_ = {value}")
+        return [head, *names, f"{tail}{last[1:]}", *rest]
     opening = _last_call(text)
     if opening < 0 or opening + 2 == len(text):
         return [text]
+    return _wrapped(text, opening)
+
+
+def _wrapped(text: str, opening: int) -> list[str]:
+    """The text with what lies between the bracket at `opening` and its last character on lines of their own."""
     head, inner, tail = text[: opening + 1], text[opening + 1 : -1], text[-1]
     lines, current = [head], INDENT
     for part in _split_commas(inner):
@@ -198,9 +249,22 @@ def _wish(node: fx.Node) -> str:
     path = module_path(node)
     last = path.rpartition(".")[2]
     leaves = any(module_path(user) != path for user in node.users)
-    name = last if last and not last.isdigit() and leaves else _op_name(node)
+    named = leaves or node.target in _NAMED_BY_MODULE
+    name = last if last and not last.isdigit() and named else _op_name(node)
     backward = node.meta.get("partitioner_tag") == "is_backward"
     return f"d_{name}" if backward and not name.startswith("d_") else name
+
+
+def _result_name(node: fx.Node, index: int) -> str | None:
+    """The schema's name of one result: `d_x` for a backward op's `grad_x`."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    name = node.target._schema.returns[index].name if index < len(node.target._schema.returns) else None
+    return name and (f"d_{name.removeprefix('grad_')}" if name.startswith("grad_") else name)
+
+
+def _is_getitem(node: fx.Node) -> bool:
+    return node.target is operator.getitem
 
 
 def _op_name(node: fx.Node) -> str:
@@ -254,3 +318,6 @@ _INLINE = {
     aten.select.int,
     aten.sym_size.int,
 }
+
+# The one op that a module such as Linear is for.
+_NAMED_BY_MODULE = {aten.mm.default, aten.addmm.default, aten.bmm.default}

@@ -105,37 +105,39 @@ def _template_functions(section: Section, constants: dict[str, Tensor]) -> list[
     body.append(f"return {_one_or_tuple(values[:count])}, saved")
     blocks = [_function(f"def {template.name}_forward({', '.join(forward_arguments)}):", body)]
     if parts.joint.grads:
-        blocks.append(_template_backward(section, saved_inputs, constants))
+        saved_names = [forward.text(node) for node in outputs[count:]]
+        blocks.append(_template_backward(section, saved_names, saved_inputs, constants))
     return blocks
 
 
-def _template_backward(section: Section, saved_inputs: list[str], constants: dict[str, Tensor]) -> str:
+def _template_backward(
+    section: Section, saved_names: list[str], saved_inputs: list[str], constants: dict[str, Tensor]
+) -> str:
     template, parts = section.template, section.parts
     signature = parts.joint.unit.signature
-    tangents = {index: f"d_{identifier(signature.outputs[index].name)}" for index in parts.joint.tangents}
+    tangents = {
+        index: f"d_output_{index}" if len(parts.joint.tangents) > 1 else "d_output" for index in parts.joint.tangents
+    }
     given = _input_texts(parts, parts.backward)
-    saved_names: dict[int, str] = {}
-    taken = {"w", *tangents.values(), *saved_inputs, *_RESERVED}
+    unpack = [*saved_names, *saved_inputs]
     writer = FunctionWriter(
         parts.backward,
         given=given,
-        owned={*tangents.values(), *saved_inputs},
-        taken=taken,
+        owned={*tangents.values(), *unpack},
+        taken={*tangents.values(), *unpack, *_RESERVED},
         attributes=parts.joint.module,
         constants=constants,
     )
-    for index, node in enumerate(parts.saved):
-        saved_names[index] = writer.name(node)
     for node in parts.backward.find_nodes(op="placeholder"):
         kind, index = node.meta["role"]
         if kind == "saved":
             given[node] = saved_names[index]
         elif kind == "tangent":
             given[node] = tangents[index]
-    unpack = [saved_names[i] for i in range(len(parts.saved))] + saved_inputs
     body = [f'"""Gradients of {template.name}_forward."""']
     body += [*fold(f"[{', '.join(unpack)}] = saved"), "saved.clear()"] if unpack else []
     grads = dict(zip(parts.joint.grads, parts.backward.output_node().args[0], strict=True))  # type: ignore[arg-type]
+    writer.wishes = {node: f"d_{_short(signature.inputs[index].name)}" for index, node in grads.items()}
     body += writer.lines(node for node in grads.values() if isinstance(node, fx.Node))
     of_inputs, of_weights = [], []
     for index, node in grads.items():
@@ -153,12 +155,13 @@ def _template_backward(section: Section, saved_inputs: list[str], constants: dic
 def _model_functions(
     sections: Mapping[str, Section], outer: Partitioned, results: Sequence[str], constants: dict[str, Tensor]
 ) -> list[str]:
-    return [_model_forward(sections, outer, results, constants), _model_backward(sections, outer, constants)]
+    forward, saved_names = _model_forward(sections, outer, results, constants)
+    return [forward, _model_backward(sections, outer, saved_names, constants)]
 
 
 def _model_forward(
     sections: Mapping[str, Section], outer: Partitioned, results: Sequence[str], constants: dict[str, Tensor]
-) -> str:
+) -> tuple[str, list[str]]:
     signature = outer.joint.unit.signature
     names = signature.names("input")
     writer = FunctionWriter(
@@ -169,6 +172,7 @@ def _model_forward(
         handlers={torch.ops.moec.region.default: _region_handler(sections)},
         attributes=outer.joint.module,
         constants=constants,
+        section=_layer_of,
     )
     outputs = list(outer.forward.output_node().args[0])  # type: ignore[arg-type]
     statements = writer.lines(outputs)
@@ -183,28 +187,30 @@ def _model_forward(
     pairs = [f'"{name}": {writer.text(node)}' for name, node in zip(results, outputs[:count], strict=True)]
     body += fold(f"results = {{{', '.join(pairs)}}}")
     body.append("return results, saved")
-    return _function("def forward(state, batch):", body)
+    return _function("def forward(state, batch):", body), saved
 
 
-def _model_backward(sections: Mapping[str, Section], outer: Partitioned, constants: dict[str, Tensor]) -> str:
+def _model_backward(
+    sections: Mapping[str, Section], outer: Partitioned, saved_names: list[str], constants: dict[str, Tensor]
+) -> str:
     signature, joint = outer.joint.unit.signature, outer.joint
     saved_inputs = _inputs_of_backward(outer)
     given = _input_texts(outer, outer.backward)
     writer = FunctionWriter(
         outer.backward,
         given=given,
-        owned=set(saved_inputs),
-        taken={*saved_inputs, "seed", *_RESERVED},
+        owned={*saved_names, *saved_inputs},
+        taken={*saved_names, *saved_inputs, *_RESERVED},
         handlers={torch.ops.moec.region_backward.default: _region_backward_handler(sections)},
         attributes=joint.module,
         constants=constants,
+        section=_layer_of,
     )
-    names = {index: writer.name(node) for index, node in enumerate(outer.saved)}
     seed_dtype = torch.float32
     for node in outer.backward.find_nodes(op="placeholder"):
         kind, index = node.meta["role"]
         if kind == "saved":
-            given[node] = names[index]
+            given[node] = saved_names[index]
         elif kind == "tangent":
             given[node] = "seed"
             seed_dtype = node.meta["val"].dtype
@@ -218,7 +224,7 @@ def _model_backward(sections: Mapping[str, Section], outer: Partitioned, constan
         for node, wanted in own.items()
         if node.op == "call_function"
     }
-    unpack = [*names.values(), *saved_inputs]
+    unpack = [*saved_names, *saved_inputs]
     body = ['"""Add the gradients of one microbatch to the state."""', 'w = state.scope("")']
     body += [*fold(f'[{", ".join(unpack)}] = saved.pop("model")')] if unpack else []
     body.append(f"seed = torch.ones((), dtype={seed_dtype}, device=DEVICE)")
@@ -237,9 +243,11 @@ def _region_handler(sections: Mapping[str, Section]) -> Any:
         names = []
         for index in range(section.template.result_count):
             user = users.get(index)
-            names.append(writer.name(user, region_name(str(path))) if user is not None else "_")
-            if user is not None:
-                writer.given[user] = names[-1]
+            if user is None:
+                names.append(writer.drop(node))
+                continue
+            names.append(writer.name(user, region_name(str(path)), within=node))
+            writer.given[user] = names[-1]
         arguments = [f'state.scope("{path}")', *(writer.text(value) for value in inputs)]  # type: ignore[union-attr]
         return f'{_one_or_tuple(names)}, saved["{path}"] = {template}_forward({", ".join(arguments)})'
 
@@ -255,18 +263,31 @@ def _region_backward_handler(sections: Mapping[str, Section]) -> Any:
         for index, position in enumerate(known.grad_positions):
             user = users.get(index)
             if position < len(known.inputs):
-                names.append(writer.name(user, f"d_{region_name(str(path))}") if user is not None else "_")
+                wish = f"d_{region_name(str(path))}"
+                names.append(writer.drop(node) if user is None else writer.name(user, wish, within=node))
             elif user is not None and not _only_output(user):
                 weight = known.weight_names[position - len(known.inputs)]
-                extra.append(f'{writer.name(user, f"d_{identifier(weight)}")} = grads.pop("{weight}")')
+                extra.append(f'{writer.name(user, f"d_{identifier(weight)}", within=node)} = grads.pop("{weight}")')
             if user is not None:
                 writer.given[user] = writer.names.get(user, "")
         arguments = [f'state.scope("{path}")', f'saved.pop("{path}")', *(writer.text(value) for value in tangents)]  # type: ignore[union-attr]
-        target = _one_or_tuple(names) if names else "_"
+        target = _one_or_tuple(names or [writer.drop(node)])
         call = f"{target}, grads = {template}_backward({', '.join(arguments)})"
         return "\n".join([call, *extra, f'state.accumulate_layer("{path}", grads)', "del grads"])
 
     return write
+
+
+def _layer_of(path: str) -> str:
+    """'layers.3' for anything inside that layer, the module itself elsewhere."""
+    parts = path.split(".")
+    number = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+    return path if number is None else ".".join(parts[: number + 1])
+
+
+def _short(path: str) -> str:
+    """'q_proj_weight' of 'mixer.q_proj.weight'."""
+    return identifier("_".join(path.split(".")[-2:]))
 
 
 def region_name(path: str) -> str:
@@ -330,7 +351,7 @@ def _is_used(parts: Partitioned, name: str) -> bool:
 
 def _template_doc(section: Section) -> str:
     paths = section.template.paths
-    shown = ", ".join(paths[:6]) + (f" and {len(paths) - 6} more" if len(paths) > 6 else "")
+    shown = ", ".join(paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
     kept = sum(p.decision == "keep" for p in section.parts.placements)
     again = sum(p.decision == "recompute" for p in section.parts.placements)
     size = sum(nbytes(node.meta["val"]) for node in section.parts.saved) / 2**20

@@ -121,18 +121,20 @@ def _carry_paths(graph: fx.Graph) -> None:
         if not custom or "path" not in custom:
             path = module_path(node).removeprefix("body.").removeprefix("body")
             node.meta["custom"] = {**(custom or {}), "path": path}
-    known = {int(n.meta["seq_nr"]): n.meta["custom"]["path"] for n in graph.nodes if _forward_path(n)}
     for node in graph.nodes:
-        if not node.meta["custom"]["path"] and node.meta.get("seq_nr") in known:
-            node.meta["custom"] = {**node.meta["custom"], "path": known[node.meta["seq_nr"]]}
+        if node.meta.get("partitioner_tag") == "is_backward" and not node.meta["custom"]["path"]:
+            node.meta["custom"] = {**node.meta["custom"], "path": _common_module(node.all_input_nodes)}
 
 
-def _forward_path(node: fx.Node) -> bool:
-    return (
-        node.meta.get("partitioner_tag") != "is_backward"
-        and "seq_nr" in node.meta
-        and bool(node.meta["custom"]["path"])
-    )
+def _common_module(nodes: list[fx.Node]) -> str:
+    """The innermost module that all these values come from: where a sum of gradients belongs."""
+    paths = [module_path(node).split(".") for node in nodes if node.op == "call_function"]
+    shared = []
+    for parts in zip(*paths, strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    return ".".join(shared)
 
 
 def _clean(joint: Joint) -> None:
@@ -151,6 +153,7 @@ def _clean(joint: Joint) -> None:
             joint.graph.erase_node(node)
         elif node.target in _VIEWS:
             node.target = aten.reshape.default
+            _skip_inner_reshape(node)
     joint.results = [replaced.get(node, node) for node in joint.results]
     joint.buffers = {name: replaced.get(node, node) for name, node in joint.buffers.items()}
     joint.grads = {index: replaced.get(node, node) for index, node in joint.grads.items()}
@@ -175,6 +178,10 @@ def _value_of(node: fx.Node) -> fx.Node | None:
     """The node whose value this one only passes on, or None."""
     if node.target in _NO_OPS:
         source = node.args[0]
+    elif node.target is aten.t.default and getattr(node.args[0], "target", None) is aten.t.default:
+        source = node.args[0].args[0]  # type: ignore[union-attr]
+    elif node.target in {*_VIEWS, aten.reshape.default} and _same_kind(node, node.args[0]):  # type: ignore[arg-type]
+        source = node.args[0]
     elif node.target is aten.copy.default:
         source = node.args[1]
         old, new = node.args[0], source
@@ -183,6 +190,12 @@ def _value_of(node: fx.Node) -> fx.Node | None:
     else:
         return None
     return source if isinstance(source, fx.Node) else None
+
+
+def _skip_inner_reshape(node: fx.Node) -> None:
+    source = node.args[0]
+    if isinstance(source, fx.Node) and source.target is aten.reshape.default:
+        node.args = (source.args[0], node.args[1])
 
 
 def _same_kind(one: fx.Node, two: fx.Node) -> bool:
