@@ -35,17 +35,20 @@ class Decay:
         return _vector(rewriter, self.rate), _vector(rewriter, self.bias)
 
 
-def read_decay(g: fx.Node) -> Decay:
-    """The decay of g; raises Refused for another form, or when its parts are used elsewhere."""
+def read_decay(g: fx.Node, heads: int) -> Decay:
+    """The decay of g [B, T, heads(, width)]; raises Refused for another form, or when its parts are used elsewhere."""
     found = match(_DECAY, g)
     if not isinstance(found, Match):
         raise Refused(f"the decay has an unknown form: {found.reason}")
     kind = "bounded" if "lower_bound" in found else "softplus"
     if kind == "bounded" and found["lower_bound"] >= 0:
         raise Refused(f"the bound of the decay is {found['lower_bound']}, not below 0")
-    logits = tensor_meta(found["logits"])
-    if logits is None or logits.dim() != 3:
+    logits, bias, rate, result = (tensor_meta(node) for node in (found["logits"], found["bias"], found["factor"], g))
+    if logits is None or bias is None or rate is None or result is None or logits.dim() != 3:
         raise Refused("the logits of the decay are not [batch, length, channels]")
+    per_head = [heads, 1] if result.dim() == 4 else [heads]
+    if bias.numel() != logits.shape[-1] or list(rate.shape)[-len(per_head) :] != per_head or rate.numel() != heads:
+        raise Refused("the decay has no bias per channel or no rate per head")
     return Decay(
         kind,
         found["logits"],
@@ -66,7 +69,7 @@ def read_sigmoid(beta: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]]:
 
 def _pattern() -> Pattern:
     exponential = op(_EXP, var("rate"))
-    rate = op(aten("unsqueeze.default"), exponential, dim(-1)) | exponential
+    rate = op(aten("unsqueeze.default"), exponential, dim(-1), name="factor") | op(_EXP, var("rate"), name="factor")
     total = op(ADD, var("logits"), var("bias"), commutes=True)
     z = op(RESHAPES, total, anything(), shared=True) | total
     logarithm = op(aten("log.default"), op(ADD, op(_EXP, z), 1)) | op(aten("log1p.default"), op(_EXP, z))

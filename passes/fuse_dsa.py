@@ -189,12 +189,18 @@ def _divergence() -> Pattern:
     return op(_SUM, gap, dim(-1))
 
 
+def _by_key(node: fx.Node) -> str:
+    """Scores [B, T, T], unlike those of a router."""
+    tensor = tensor_meta(node)
+    return "" if tensor is not None and tensor.dim() == 3 else "the scores are not those of keys"
+
+
 _ATTENTION, _DIVERGENCE = cast(_attention(), "final"), _divergence()
 _ROOTS = _MATMUL | aten("to.dtype")
 SIGNS = (
     Sign(
         "sparse_attention",
-        op(_TOPK, op(_FILL, anything(), anything(), -math.inf), *[anything()] * 4),
+        op(_TOPK, op(_FILL, anything(), anything(), -math.inf, where=_by_key), *[anything()] * 4),
         "its indices are used in another way than to gather the entries of sparse latent attention",
     ),
 )

@@ -102,7 +102,7 @@ def _find(delta: fx.Node) -> Match | Failure:
             raise Refused("q and k have different heads or norms")
         if not queries.eps or values.eps or values.repeats != 1:
             raise Refused("q and k are not l2_norm of heads, or v is")
-        decay, (strength, strength_nodes), output = read_decay(g), read_sigmoid(beta), _output(delta)
+        decay, (strength, strength_nodes), output = read_decay(g, values.heads), read_sigmoid(beta), _output(delta)
         inner = [*queries.inner, *keys.inner, *values.inner, *decay.inner, *strength_nodes, *output.inner, delta]
         _require_unused(inner, {output.root, *inner})
     except Refused as refused:

@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from moec.compiler.graph import tensor_meta
-from moec.compiler.pattern import CASTS, COPIES, Match, Targets, aten, bound_args, describe, items, match, op, var
+from moec.compiler.pattern import CASTS, COPIES, Match, Targets, aten, bound_args, describe, dim, items, match, op, var
 
 
 @dataclass(frozen=True)
@@ -151,12 +151,23 @@ def _mask(node: fx.Node, facts: frozenset[Fact], batch: int) -> Mask:
         causal = True
     if not causal:
         raise NotUnderstood(f"the mask {describe(node)} is not provably causal")
-    if documents is None:
+    if documents is None or documents.table is None:
         return Mask(causal, window)
-    tensor = tensor_meta(documents.table) if documents.table is not None else None
+    tensor = tensor_meta(documents.table)
+    if not _in_order(documents.table):
+        raise NotUnderstood(f"the documents {describe(documents.table)} are not provably consecutive")
     if documents.batch != batch and (tensor is None or tensor.shape[0] != 1):
         raise NotUnderstood(f"{describe(node)} does not have the batch in its first dimension")
     return Mask(causal, window, documents.table)
+
+
+def _in_order(table: fx.Node) -> bool:
+    """Whether ids cannot fall along the row: inputs are document ids by contract, a running count of flags rises."""
+    if table.op == "placeholder":
+        return True
+    found = match(op(aten("cumsum.default"), var("flags"), dim(-1)), table, exclusive=False)
+    flags = tensor_meta(found["flags"]) if isinstance(found, Match) else None
+    return flags is not None and flags.dtype == torch.bool
 
 
 def _counts_restarts(ids: fx.Node | None, positions: fx.Node | None) -> bool:
@@ -237,6 +248,8 @@ def _difference(first: Value, second: Value, sign: int = -1) -> Linear | None:
 
 def _at_least_zero(value: Linear) -> Truth | None:
     """value >= 0 as a fact about q - k, q in the dimension left of k."""
+    if not value.constant.is_integer():
+        return None
     if not value.slopes:
         return Truth(frozenset(), negated=value.constant < 0)
     dims = [d for d, _ in value.slopes]
@@ -334,7 +347,9 @@ def _compare(greater: bool, strict: bool) -> Rule:
         low, high = evaluate(node.args[1], known), evaluate(node.args[0], known)
         if not greater:
             low, high = high, low
-        if isinstance(low, Lookup) and isinstance(high, Lookup) and low.table is high.table and not strict:
+        if isinstance(low, Lookup) and isinstance(high, Lookup):
+            if strict or low.table is not high.table or low.batch != high.batch:
+                return None
             return Truth(frozenset({Fact("ordered", high.along, low.along, table=low.table, batch=low.batch)}))
         gap = _difference(high, low)
         return None if gap is None else _at_least_zero(Linear(gap.slopes, gap.constant - strict))

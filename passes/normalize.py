@@ -20,7 +20,8 @@ from torch import fx
 from moec.compiler.graph import Unit, tensor_meta
 from moec.compiler.pass_manager import Match, Pass, PassContext, Report
 from moec.compiler.pattern import CASTS, Targets, aten, bound_args, source_of, target_name
-from moec.passes.inplace import make_functional, mutated_aliases
+from moec.passes.aliases import mutated_aliases
+from moec.passes.inplace import make_functional
 from moec.passes.rewrite import Rewriter, erase_dead
 
 _DETACH = aten("detach.default")
@@ -163,8 +164,11 @@ def _sizes(node: fx.Node) -> list[Any] | None:
 
 
 def _fold_slice(node: fx.Node, rewriter: Rewriter) -> fx.Node | None:
-    _, _, _, _, step = bound_args(node)
-    return source_of(node) if step == 1 and _same_shape(node) else None
+    """Whole slices go; the start is a number, since a symbolic length leaves it out."""
+    source, along, start, end, step = bound_args(node)
+    if step == 1 and _same_shape(node):
+        return source_of(node)
+    return rewriter.call(torch.ops.aten.slice.Tensor, source, along, 0, end, step) if start is None else None
 
 
 def _fold_transpose(node: fx.Node, rewriter: Rewriter) -> fx.Node | None:

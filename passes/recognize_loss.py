@@ -63,7 +63,7 @@ def _logits() -> Pattern:
     head = op(_LINEAR, var("hidden"), var("weight"), anything(), name="head")
     capped = op(MUL, op(_TANH, op(DIV, cast(head, "a"), number("softcap"))), number("softcap"), commutes=True)
     cut = op(_SLICE, cast(capped | head, "b"), dim(1), *[anything()] * 3, name="cut") | cast(capped | head, "b")
-    return cast(op(RESHAPES, cut, anything()) | cut, "c")
+    return cast(op(RESHAPES, cut, anything(), name="rows") | cut, "c")
 
 
 def _rewrite(chunk: int) -> Callable[[Match, Rewriter], str]:
@@ -73,6 +73,9 @@ def _rewrite(chunk: int) -> Callable[[Match, Rewriter], str]:
         labels, logits = tensor_meta(found["labels"]), tensor_meta(found["head"])
         if labels is None or logits is None or labels.is_floating_point() or labels.dim() != 1:
             raise Refused("the labels are not one class per row")
+        rows = tensor_meta(found["rows"]) if "rows" in found else logits
+        if rows is None or rows.shape[-1] != logits.shape[-1]:
+            raise Refused("the rows of logits are cut up")
         for name in ("a", "b", "c"):
             if name in found and _dtype(found[name]) != torch.float32 and _dtype(found[name]) != logits.dtype:
                 raise Refused(f"the logits are cast to {_dtype(found[name])}")

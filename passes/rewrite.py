@@ -11,6 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from moec.compiler.graph import Unit, module_path, tensor_meta
 from moec.compiler.pass_manager import Report
 from moec.compiler.pattern import Failure, Match, Pattern, Targets, describe, match, root_targets
+from moec.passes.aliases import mutated_aliases
 
 
 class Refused(Exception):
@@ -116,7 +118,7 @@ class Rewriter:
         """
         before, after = tensor_meta(old), tensor_meta(new)
         if before is not None and after is not None:
-            if before.dtype != after.dtype and torch.promote_types(before.dtype, after.dtype) == after.dtype:
+            if _narrower(before.dtype, after.dtype):
                 new = self.call(torch.ops.aten.to.dtype, new, before.dtype)
             elif before.dtype != after.dtype:
                 raise Refused(f"the result is {_short(before.dtype)}, the op would give {_short(after.dtype)}")
@@ -139,12 +141,13 @@ def apply_rules(unit: Unit, rules: Sequence[Rule | Finder], report: Report, sign
             table.setdefault(target, []).append(rule)
     failures: dict[fx.Node, Failure] = {}
     gone: set[fx.Node] = set()
+    written = mutated_aliases(unit.graph)
     found_backwards = Report()
     for node in list(unit.graph.nodes)[::-1]:
         if node in gone or node.op != "call_function":
             continue
         for rule in table.get(node.target, ()):
-            found = rule.find(node)
+            found = _unless_written(rule.find(node), written)
             failure = (
                 rewrite_match(unit.graph, rule, found, found_backwards, gone) if isinstance(found, Match) else found
             )
@@ -155,6 +158,21 @@ def apply_rules(unit: Unit, rules: Sequence[Rule | Finder], report: Report, sign
                     failures[seen] = failure
     report.matches += reversed(found_backwards.matches)
     report_signs(unit.graph, signs, report, failures)
+
+
+def _unless_written(found: Match | Failure, written: set[fx.Node]) -> Match | Failure:
+    """A rewrite reads its inputs later than the graph does, so nothing in between may write into them."""
+    if isinstance(found, Failure) or not written:
+        return found
+    for node in found.nodes:
+        for source in (node, *node.all_input_nodes):
+            if source in written:
+                return Failure(found.nodes, partial(_written_text, source))
+    return found
+
+
+def _written_text(node: fx.Node) -> str:
+    return f"{describe(node)} is written in place"
 
 
 def rewrite_match(
@@ -261,6 +279,11 @@ def _shared_prefix(rows: Sequence[list[Any]]) -> list[Any]:
             equal += 1
         shared = shared[:equal]
     return shared
+
+
+def _narrower(wanted: torch.dtype, given: torch.dtype) -> bool:
+    floats = wanted.is_floating_point and given.is_floating_point
+    return floats and wanted != given and torch.promote_types(wanted, given) == given
 
 
 def _value_name(target: Any) -> str:
