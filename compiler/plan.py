@@ -37,6 +37,7 @@ class OptimizerPlan:
     min_lr_ratio: float = 0.1
 
     def __post_init__(self) -> None:
+        _convert_fields(self, "optimizer.")
         _require(self.lr >= 0, "optimizer.lr", f"is {self.lr}", "a learning rate is at least 0")
         for beta in self.betas:
             _require(0 <= beta < 1, "optimizer.betas", f"holds {beta}", "each beta lies in [0, 1)")
@@ -75,6 +76,7 @@ class Plan:
     check: bool = False
 
     def __post_init__(self) -> None:
+        _convert_fields(self, "")
         for name in ("batch", "length", "accumulation", "loss_chunk", "min_length"):
             value = getattr(self, name)
             _require(value >= 1, name, f"is {value}", "it is at least 1")
@@ -133,6 +135,12 @@ class Plan:
         return type(self).from_dict(values)
 
 
+def _convert_fields(plan: Any, prefix: str) -> None:
+    """Check every field's type, and give it the exact one: a list becomes a tuple, a whole number a float."""
+    for name, hint in typing.get_type_hints(type(plan)).items():
+        object.__setattr__(plan, name, _convert(hint, getattr(plan, name), f"{prefix}{name}"))
+
+
 def _build(cls: type[Any], values: Mapping[str, Any], prefix: str) -> Any:
     known = {item.name: item for item in dataclasses.fields(cls)}
     hints = typing.get_type_hints(cls)
@@ -171,12 +179,12 @@ def _convert(hint: Any, value: Any, name: str) -> Any:
         if options[-1] is not Ellipsis and len(options) != len(value):
             raise _type_error(name, value, f"a list of {len(options)}")
         return tuple(_convert(options[0], item, name) for item in value)
-    value = _number(value) if hint in (int, float) else value
+    given, value = value, _number(value) if hint in (int, float) else value
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
         raise _type_error(
-            name, value, {int: "a whole number", float: "a number", bool: "true or false"}.get(hint, "text")
+            name, given, {int: "a whole number", float: "a number", bool: "true or false"}.get(hint, "text")
         )
     return value
 

@@ -1,0 +1,126 @@
+"""Small language models with one trait each, eager references, and comparisons, for the tests of the compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import moec
+from moec.compiler.plan import Plan
+
+VOCABULARY = 16
+WIDTH = 8
+PLAN = Plan(batch=2, length=6)
+
+Losses = Callable[[Tensor, Tensor], Tensor]
+
+
+class Layer(nn.Module):
+    """Norm, gated MLP and a residual; `scale` is a constant of the layer that no parameter shows."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.gate = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.up = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.down = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.scale = scale
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        normed = self.norm(hidden)
+        return hidden + self.scale * self.down(F.silu(self.gate(normed)) * self.up(normed))
+
+
+class Language(nn.Module):
+    """Embedding, the given layers, a head; forward(input_ids, labels) -> mean loss over valid tokens."""
+
+    def __init__(self, *layers: nn.Module, tied: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(layers)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def hidden(self, input_ids: Tensor) -> Tensor:
+        hidden = self.embed(input_ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        return mean_loss(self.head(self.hidden(input_ids)), labels)
+
+
+def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross entropy of position t predicting label t + 1, over labels that are not -100."""
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+
+
+def seeded(make: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> Any:
+    """A model whose every parameter is random, the same each time, in training mode."""
+    model = make(*args, **kwargs)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5)
+    return model.train()
+
+
+def batch_for(plan: Plan, seed: int = 0, length: int | None = None) -> dict[str, Tensor]:
+    """Random tokens [A, B, T] ([B, T] when A is 1); each is its own label, and a few are ignored."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (plan.accumulation, plan.batch, length or plan.length)
+    ids = torch.randint(VOCABULARY, shape, generator=generator)
+    labels = ids.masked_fill(torch.rand(shape, generator=generator) < 0.2, -100)
+    labels[..., 0] = -100
+    return (
+        {"input_ids": ids[0], "labels": labels[0]} if plan.accumulation == 1 else {"input_ids": ids, "labels": labels}
+    )
+
+
+def eager(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor | None]]:
+    """Loss and gradients of a model that returns its mean loss: over all microbatches, weighted by valid tokens."""
+    ids, labels = (batch[name] if batch[name].dim() == 3 else batch[name][None] for name in ("input_ids", "labels"))
+    counts = (labels[..., 1:] != -100).sum((1, 2))
+    model.zero_grad(set_to_none=True)
+    total = torch.zeros(())
+    for one, targets, count in zip(ids, labels, counts, strict=True):
+        if count:
+            loss = model(one, targets) * (count / counts.sum())
+            loss.backward()
+            total = total + loss.detach()
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    return total, found
+
+
+def distance(got: Tensor, wanted: Tensor) -> float:
+    """|got - wanted| / |wanted|; infinite where wanted is zero and got is not."""
+    error, size = float((got.double() - wanted.double()).norm()), float(wanted.double().norm())
+    return error / size if size else (0.0 if error == 0 else float("inf"))
+
+
+def assert_equal_gradients(
+    got: Mapping[str, Tensor | None], wanted: Mapping[str, Tensor | None], bound: float = 1e-5
+) -> None:
+    """Within `bound` per tensor, and the same ones missing (a compiled step has no entry where eager has None)."""
+    present = {name for name, grad in wanted.items() if grad is not None}
+    assert {name for name, grad in got.items() if grad is not None} == present
+    for name in present:
+        error = distance(got[name], wanted[name])  # type: ignore[arg-type]
+        assert error <= bound, f"{name}: relative error {error:.1e}"
+
+
+def assert_like_eager(model: nn.Module, plan: Plan = PLAN, **batch_options: Any) -> moec.CompiledStep:
+    """Compile, and compare loss and gradients of one batch with eager; returns the step."""
+    step = moec.compile(model, plan)
+    batch = batch_for(plan, **batch_options)
+    loss, gradients = eager(model, batch)
+    assert distance(step.loss(batch)["lm_loss"], loss) <= 1e-6
+    assert_equal_gradients(step.gradients(batch), gradients)
+    return step
