@@ -97,7 +97,7 @@ def test_gradient_checkpointing_is_left_to_the_plan() -> None:
 
 
 def test_attention_that_the_op_cannot_express_runs_its_own_form() -> None:
-    """An unknown option falls back to the model's eager attention on a mask built from the document ids, and says so."""
+    """An unknown option runs the eager attention of the model on a mask built from the document ids, and is noted."""
     case = build("mixtral", sliding_window=4, attn_implementation="eager")
     attention = case.model.model.layers[0].self_attn
     forward = attention.forward
