@@ -418,9 +418,14 @@ def _used_outside(state: _State, replaced: set[fx.Node]) -> fx.Node | None:
     """The first inner node, outputs aside, that something outside the match uses."""
     inside = {node for node, _ in state.nodes} | set(state.crossed)
     for node, shared in state.nodes:
-        if not shared and node not in replaced and any(user not in inside for user in node.users):
+        if not shared and node not in replaced and any(user not in inside and not is_dead(user) for user in node.users):
             return node
     return None
+
+
+def is_dead(node: fx.Node) -> bool:
+    """Whether nothing uses a node, and it does nothing beside yielding its value."""
+    return not node.users and not node.is_impure()
 
 
 def _outside_text(node: fx.Node) -> str:

@@ -29,6 +29,7 @@ from moec.compiler.pattern import (
     cast,
     describe,
     dim,
+    is_dead,
     item,
     items,
     match,
@@ -75,7 +76,9 @@ def _find(root: fx.Node) -> Match | Failure:
         nodes |= dict.fromkeys(loss.nodes)
     outputs = {root, captures.get("loss")}
     inside = set(nodes) | set(found.crossed) | (set(loss.crossed) if loss is not None else set())
-    outside = [node for node in nodes if node not in outputs and not inside.issuperset(node.users)]
+    outside = [
+        n for n in nodes if n not in outputs and any(user not in inside and not is_dead(user) for user in n.users)
+    ]
     if outside:
         return Failure(tuple(nodes), lambda: f"{describe(outside[0])} is used outside of the sparse attention too")
     return Match(root, captures, tuple(nodes))

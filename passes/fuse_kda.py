@@ -24,7 +24,18 @@ from torch import fx
 import moec.compiler.dialect  # noqa: F401  (registers torch.ops.moec)
 from moec.compiler.graph import Unit, tensor_meta
 from moec.compiler.pass_manager import Pass, PassContext, Report
-from moec.compiler.pattern import Failure, Match, Targets, anything, bound_args, describe, op, origin, source_of
+from moec.compiler.pattern import (
+    Failure,
+    Match,
+    Targets,
+    anything,
+    bound_args,
+    describe,
+    is_dead,
+    op,
+    origin,
+    source_of,
+)
 from moec.passes.decay import Decay, read_decay, read_sigmoid
 from moec.passes.layout import fold_reshapes
 from moec.passes.parts import RESHAPES, part_of
@@ -212,7 +223,7 @@ def _output(delta: fx.Node) -> _Output:
 
 def _require_unused(nodes: list[fx.Node], inside: set[fx.Node]) -> None:
     for node in nodes:
-        if any(user not in inside and origin(user) is not node for user in node.users):
+        if any(user not in inside and origin(user) is not node and not is_dead(user) for user in node.users):
             raise Refused(f"{describe(node)} is used outside of the stage too")
 
 

@@ -193,8 +193,9 @@ def _unpermute() -> Pattern:
     slots = var("slots")
     weights = op(_INDEX, op(RESHAPES, var("weights"), anything(), shared=True), items(slots))
     weighted = op(MUL, var("rows"), op(aten("unsqueeze.default"), weights, dim(-1)), commutes=True)
-    places = op(aten("index_put.default"), op(aten("empty_like.default"), slots, *[anything()] * 5), items(slots),
-                op(aten("arange.default"), anything(), *[anything()] * 4))  # fmt: skip
+    slot_numbers = op(aten("arange.default"), *[anything()] * 5)
+    empty = op(aten("empty_like.default"), slots, *[anything()] * 5)
+    places = op(aten("index_put.default"), empty, items(slots), slot_numbers)
     back = op(_INDEX, cast(weighted, "rounded"), items(places))
     return op(_SUM, op(RESHAPES, back, anything(), name="choices"), dim(1))
 

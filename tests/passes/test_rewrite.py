@@ -1,0 +1,176 @@
+"""The edit of one match: metadata, where it goes, dtypes, and writes in between."""
+
+from __future__ import annotations
+
+import operator
+
+import pytest
+import torch
+from torch import nn
+
+from moec.compiler.graph import module_path
+from moec.compiler.pass_manager import Report
+from moec.compiler.pattern import Match, anything, aten, item, op, var
+from moec.passes.normalize import Normalize
+from moec.passes.rewrite import Refused, Rewriter, Rule, Sign, apply_rules
+
+from .support import Call, apply, reasons, unit_of
+
+MUL = aten("mul.Tensor")
+
+
+def _square(found: Match, rewriter: Rewriter) -> str:
+    rewriter.replace(found.root, rewriter.call(torch.ops.aten.square.default, found["x"]))
+    return "square"
+
+
+SQUARE = Rule("square", op(MUL, var("x"), var("x")), _square)
+
+
+class Inner(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * x
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x + 1) * 2
+
+
+def test_replacement_has_value_name_and_module() -> None:
+    unit, report = unit_of(Outer(), torch.randn(2, 3)), Report()
+    apply_rules(unit, [SQUARE], report)
+    (node,) = unit.graph.find_nodes(op="call_function", target=torch.ops.aten.square.default)
+    assert node.name == "square"
+    assert node.meta["val"].shape == (2, 3)
+    assert module_path(node) == "inner"
+    assert [(m.path, m.what) for m in report.matches] == [("inner", "square")]
+
+
+def test_a_match_over_several_modules_belongs_to_the_one_that_holds_them() -> None:
+    def double(found: Match, rewriter: Rewriter) -> str:
+        rewriter.replace(found.root, rewriter.call(torch.ops.aten.relu.default, found["x"]))
+        return "double"
+
+    unit, report = unit_of(Outer(), torch.randn(2, 3)), Report()
+    apply_rules(unit, [Rule("double", op(MUL, op(MUL, var("x"), anything()), 2), double)], report)
+    assert report.matches[0].path == ""
+
+
+def test_matches_are_reported_in_graph_order_and_dead_code_is_gone() -> None:
+    unit, report = unit_of(Call(lambda x: (x * x).sin() * (x * x).sin()), torch.randn(3)), Report()
+    apply_rules(unit, [SQUARE], report)
+    assert [str(node.target) for node in unit.graph.nodes if node.op == "call_function"].count("aten.mul.Tensor") == 1
+    assert len(report.matches) == 2
+
+
+def test_refused_rewrites_leave_no_trace() -> None:
+    def refuse(found: Match, rewriter: Rewriter) -> str:
+        rewriter.call(torch.ops.aten.square.default, found["x"])
+        raise Refused("not today")
+
+    unit, report = unit_of(Call(lambda x: x * x), torch.randn(3)), Report()
+    before = str(unit.graph)
+    sign = Sign("square", op(MUL, anything(), anything()), "never seen")
+    apply_rules(unit, [Rule("square", SQUARE.pattern, refuse)], report, [sign])
+    assert str(unit.graph) == before
+    assert reasons(report) == ["square: not today"]
+
+
+def test_a_sign_without_any_attempt_gives_its_own_reason() -> None:
+    unit, report = unit_of(Call(lambda x: x * 2), torch.randn(3)), Report()
+    apply_rules(unit, [], report, [Sign("square", op(MUL, anything(), anything()), "the factors differ")])
+    assert reasons(report) == ["square: the factors differ"]
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (torch.ops.aten.abs.default, ""),
+        (torch.ops.aten.argmax.default, "the result is float32, the op would give int64"),
+        (torch.ops.aten.sum.default, "the result has shape [3], the op would give []"),
+    ],
+)
+def test_shape_and_dtype_must_fit(given: object, reason: str) -> None:
+    def rewrite(found: Match, rewriter: Rewriter) -> str:
+        rewriter.replace(found.root, rewriter.call(given, found["x"]))
+        return "replaced"
+
+    unit, report = unit_of(Call(lambda x: x * 2), torch.randn(3)), Report()
+    apply_rules(unit, [Rule("r", op(MUL, var("x"), 2), rewrite)], report, [Sign("r", op(MUL, var("x"), 2), "")])
+    assert reasons(report) == ([f"r: {reason}"] if reason else [])
+
+
+def test_a_wider_result_is_rounded_once() -> None:
+    def rewrite(found: Match, rewriter: Rewriter) -> str:
+        wide = rewriter.call(torch.ops.aten.to.dtype, found["x"], torch.float32)
+        rewriter.replace(found.root, wide)
+        return "widened"
+
+    unit, report = unit_of(Call(lambda x: x * 2), torch.randn(3, dtype=torch.bfloat16)), Report()
+    apply_rules(unit, [Rule("r", op(MUL, var("x"), 2), rewrite)], report)
+    casts = [node.args[1] for node in unit.graph.nodes if str(node.target) == "aten.to.dtype"]
+    assert casts == [torch.float32, torch.bfloat16]
+
+
+def _two_results(found: Match, rewriter: Rewriter) -> str:
+    others = [user for user in found["pair"].users if user.args[1] == 1]
+    rewriter.after_inputs([found["x"], found["y"]], [found.root, *others])
+    values, indices = rewriter.results(torch.ops.aten.sort.default, found["x"], count=2)
+    rewriter.replace(found.root, values)
+    for other in others:
+        rewriter.replace(other, indices)
+    return "sorted"
+
+
+_PAIR = op(aten("topk.default"), var("x"), 3, anything(), anything(), anything(), name="pair", shared=True)
+TWO = Rule("two", op(MUL, item(_PAIR, 0), var("y")), _two_results)
+
+
+def test_several_results_go_in_front_of_their_first_use() -> None:
+    def early(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        values, indices = x.topk(3)
+        used = indices + 1
+        return values * y + used
+
+    unit, report = unit_of(Call(early), torch.randn(3), torch.randn(3)), Report()
+    apply_rules(unit, [TWO], report)
+    unit.graph.lint()
+    order = [str(node.target) for node in unit.graph.nodes if node.op == "call_function"]
+    assert order.index("aten.sort.default") < order.index("aten.add.Tensor")
+
+
+def test_several_results_are_refused_when_an_input_comes_later() -> None:
+    def late(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        values, indices = x.topk(3)
+        return values * (indices + 1).sin().mul(y)
+
+    unit, report = unit_of(Call(late), torch.randn(3), torch.randn(3)), Report()
+    apply_rules(unit, [TWO], report, [Sign("two", op(aten("topk.default"), *[anything()] * 5), "")])
+    assert "is used before" in reasons(report)[0]
+
+
+def test_no_rewrite_across_a_write() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = x.sin()
+        z = y[0].mul_(2)
+        return y * y + z
+
+    unit = unit_of(Call(function), torch.randn(3, 3))
+    report = Report()
+    apply([Normalize()], unit)
+    apply_rules(unit, [SQUARE], report, [Sign("square", op(MUL, var("x"), var("x")), "")])
+    assert "is written in place" in reasons(report)[0]
+
+
+def test_unknown_values_stay_unknown() -> None:
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    root = graph.call_function(operator.mul, (x, x))
+    graph.output((root,))
+    node = Rewriter(graph, [root], root).call(torch.ops.aten.square.default, x)
+    assert node.meta["val"] is None
