@@ -19,7 +19,7 @@ reason of a near miss, and `explain` prints it.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -284,6 +284,15 @@ def looked_through(node: fx.Node) -> fx.Node | None:
     return source if same or widened else None
 
 
+def used_outside(nodes: Iterable[fx.Node], inside: Container[fx.Node]) -> fx.Node | None:
+    """The first of `nodes` that a node outside of `inside` uses; dead code is no use."""
+    for node in nodes:
+        for user in node.users:
+            if user not in inside and (user.users or user.is_impure()):
+                return node
+    return None
+
+
 def _options(pattern: Pattern) -> tuple[Pattern, ...]:
     return pattern.options if isinstance(pattern, _Either) else (pattern,)
 
@@ -417,15 +426,7 @@ class _Search:
 def _used_outside(state: _State, replaced: set[fx.Node]) -> fx.Node | None:
     """The first inner node, outputs aside, that something outside the match uses."""
     inside = {node for node, _ in state.nodes} | set(state.crossed)
-    for node, shared in state.nodes:
-        if not shared and node not in replaced and any(user not in inside and not is_dead(user) for user in node.users):
-            return node
-    return None
-
-
-def is_dead(node: fx.Node) -> bool:
-    """Whether nothing uses a node, and it does nothing beside yielding its value."""
-    return not node.users and not node.is_impure()
+    return used_outside((node for node, shared in state.nodes if not shared and node not in replaced), inside)
 
 
 def _outside_text(node: fx.Node) -> str:

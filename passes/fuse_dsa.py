@@ -29,12 +29,12 @@ from moec.compiler.pattern import (
     cast,
     describe,
     dim,
-    is_dead,
     item,
     items,
     match,
     number,
     op,
+    used_outside,
     var,
 )
 from moec.passes.masks import Linear, NotUnderstood, evaluate, understand
@@ -76,11 +76,9 @@ def _find(root: fx.Node) -> Match | Failure:
         nodes |= dict.fromkeys(loss.nodes)
     outputs = {root, captures.get("loss")}
     inside = set(nodes) | set(found.crossed) | (set(loss.crossed) if loss is not None else set())
-    outside = [
-        n for n in nodes if n not in outputs and any(user not in inside and not is_dead(user) for user in n.users)
-    ]
-    if outside:
-        return Failure(tuple(nodes), lambda: f"{describe(outside[0])} is used outside of the sparse attention too")
+    outside = used_outside((node for node in nodes if node not in outputs), inside)
+    if outside is not None:
+        return Failure(tuple(nodes), lambda: f"{describe(outside)} is used outside of the sparse attention too")
     return Match(root, captures, tuple(nodes))
 
 

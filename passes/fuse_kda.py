@@ -31,10 +31,11 @@ from moec.compiler.pattern import (
     anything,
     bound_args,
     describe,
-    is_dead,
+    looked_through,
     op,
     origin,
     source_of,
+    used_outside,
 )
 from moec.passes.decay import Decay, read_decay, read_sigmoid
 from moec.passes.layout import fold_reshapes
@@ -222,9 +223,10 @@ def _output(delta: fx.Node) -> _Output:
 
 
 def _require_unused(nodes: list[fx.Node], inside: set[fx.Node]) -> None:
-    for node in nodes:
-        if any(user not in inside and origin(user) is not node and not is_dead(user) for user in node.users):
-            raise Refused(f"{describe(node)} is used outside of the stage too")
+    casts = {user for node in nodes for user in node.users if looked_through(user) is node}
+    node = used_outside(nodes, inside | casts)
+    if node is not None:
+        raise Refused(f"{describe(node)} is used outside of the stage too")
 
 
 # Convolutions
