@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from torch import Tensor
 
@@ -20,3 +21,17 @@ def relative_error(value: Tensor | None, reference: Tensor | None) -> float:
         return 0.0
     error = difference / size if size else math.inf
     return error if math.isfinite(error) else math.inf
+
+
+def role(path: str) -> str:
+    """A path without its layer numbers. Tensors of one role are rounded alike: the largest error among them says how
+    far rounding goes, while within one tensor of few elements the ratio of two errors is chance."""
+    return ".".join("*" if part.isdigit() else part for part in path.split("."))
+
+
+def largest_by_role(errors: Mapping[str, float]) -> dict[str, float]:
+    """Role -> largest error among the paths of that role."""
+    largest: dict[str, float] = {}
+    for path, error in errors.items():
+        largest[role(path)] = max(error, largest.get(role(path), 0.0))
+    return largest

@@ -74,9 +74,14 @@ class EagerStep:
             master.grad = None
             if master is not self.parameters[name]:
                 self.parameters[name].copy_(master)
-        if hasattr(self.model, "update_balance"):
-            self.model.update_balance()
+        self.rebalance()
         return norm
+
+    def rebalance(self) -> None:
+        """What the model itself does after an optimizer step, if anything: K3 models balance their routers."""
+        rebalance = getattr(self.model, "update_balance", None)
+        if callable(rebalance):
+            rebalance()
 
     def _make_optimizer(self) -> torch.optim.AdamW:
         options = self.plan.optimizer
