@@ -1,15 +1,18 @@
 """Lowering: choose an implementation for every dialect op, late, so that all earlier passes see the meaning.
 
-The table below maps an op to the implementations that exist, best first. An op without an entry runs its reference,
-the plain PyTorch body of the op itself.
+`IMPLEMENTATIONS` maps an op to the implementations that exist, best first; an op without one that fits runs its
+reference, the plain PyTorch body of the op itself. `TUNING` sets arguments that change speed but not meaning.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import fx
+from torch._ops import OpOverload
 
 from moec.compiler.dialect.registry import lookup
 
@@ -19,29 +22,86 @@ class Implementation:
     """One way to run an op. `refusal` says why it does not fit a node, '' when it fits."""
 
     name: str
-    target: Callable[..., object]
+    target: OpOverload
     refusal: Callable[[fx.Node], str]
 
 
-IMPLEMENTATIONS: dict[object, tuple[Implementation, ...]] = {}
+@dataclass(frozen=True)
+class Tuning:
+    """Arguments that suit a node's sizes and device, and why."""
+
+    arguments: Mapping[str, Any]
+    reason: str
+
+
+IMPLEMENTATIONS: dict[OpOverload, tuple[Implementation, ...]] = {}
 
 
 def lower(graph: fx.Graph) -> dict[str, str]:
     """Replace dialect ops by their implementations; op name -> what was chosen and why, for the log."""
     chosen: dict[str, str] = {}
     for node in graph.nodes:
-        definition = lookup(node.target)
-        if definition is None:
-            continue
-        reasons = []
-        for candidate in IMPLEMENTATIONS.get(node.target, ()):
-            reason = candidate.refusal(node)
-            if not reason:
-                node.target = candidate.target
-                chosen[str(node.target)] = candidate.name
-                break
-            reasons.append(f"{candidate.name}: {reason}")
-        else:
-            text = "reference, plain PyTorch inside the op"
-            chosen[str(node.target)] = f"{text} ({'; '.join(reasons)})" if reasons else text
+        if lookup(node.target) is not None:
+            name = str(node.target)
+            chosen[name] = _choose(node)
     return chosen
+
+
+def _choose(node: fx.Node) -> str:
+    reasons = []
+    for candidate in IMPLEMENTATIONS.get(node.target, ()):  # type: ignore[arg-type]
+        reason = candidate.refusal(node)
+        if not reason:
+            node.target = candidate.target
+            return candidate.name
+        reasons.append(f"{candidate.name}: {reason}")
+    text = "reference, plain PyTorch inside the op"
+    rule = TUNING.get(node.target)  # type: ignore[arg-type]
+    tuning = rule(node) if rule is not None else None
+    if tuning is not None:
+        _set_arguments(node, tuning.arguments)
+        reasons.append(tuning.reason)
+    return f"{text} ({'; '.join(reasons)})" if reasons else text
+
+
+def _argument(node: fx.Node, name: str) -> Any:
+    """An argument of a node by its schema's name, the default where the call leaves it out."""
+    arguments = node.target._schema.arguments  # type: ignore[union-attr]
+    position = next(i for i, argument in enumerate(arguments) if argument.name == name)
+    if position < len(node.args):
+        return node.args[position]
+    return node.kwargs.get(name, arguments[position].default_value)
+
+
+def _set_arguments(node: fx.Node, values: Mapping[str, Any]) -> None:
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    positional = [values.get(name, given) for name, given in zip(names, node.args, strict=False)]
+    node.args = tuple(positional)
+    node.kwargs = {**node.kwargs, **{name: v for name, v in values.items() if names.index(name) >= len(positional)}}
+
+
+def _short_chunks(width: Callable[[fx.Node], int]) -> Callable[[fx.Node], Tuning | None]:
+    """On a CPU narrow heads are quicker in short chunks: less work inside a chunk, and the state is small."""
+
+    def rule(node: fx.Node) -> Tuning | None:
+        on_cpu = _argument(node, "q").meta["val"].device.type == "cpu"
+        return Tuning({"chunk": 16}, "chunk 16 for narrow heads on a CPU") if on_cpu and width(node) <= 32 else None
+
+    return rule
+
+
+def _kda_width(node: fx.Node) -> int:
+    return int(_argument(node, "q").meta["val"].shape[-1]) // int(_argument(node, "heads"))
+
+
+def _delta_width(node: fx.Node) -> int:
+    return int(_argument(node, "q").meta["val"].shape[-1])
+
+
+_OPS = torch.ops.moec
+TUNING: dict[OpOverload, Callable[[fx.Node], Tuning | None]] = {
+    _OPS.kda.default: _short_chunks(_kda_width),
+    _OPS.kda_backward.default: _short_chunks(_kda_width),
+    _OPS.delta_rule.default: _short_chunks(_delta_width),
+    _OPS.delta_rule_backward.default: _short_chunks(_delta_width),
+}

@@ -56,28 +56,32 @@ def _silu_slope(x: Tensor, sigmoid: Tensor) -> Tensor:
     return sigmoid * (1 + x * (1 - sigmoid))
 
 
-# Each rule maps (gate, up, a, b) in the math dtype to the two factors whose product is the result, and, for the
-# backward, to the derivatives of the first with respect to gate and of the second with respect to up.
+# A rule maps (gate, up, a, b) in the math dtype to the two factors whose product is the result. Its partner, for the
+# backward, maps them to both factors and to their derivatives, the first with respect to gate, the second with respect
+# to up; a derivative of one everywhere is None.
 Factors = tuple[Tensor, Tensor]
+Slopes = tuple[Tensor, Tensor, Tensor, Tensor | None]
 Rule = Callable[[Tensor, Tensor, float, float], Factors]
+SlopeRule = Callable[[Tensor, Tensor, float, float], Slopes]
 
 
 def _silu(gate: Tensor, up: Tensor, a: float, b: float) -> Factors:
     return functional.silu(gate), up
 
 
-def _silu_slopes(gate: Tensor, up: Tensor, a: float, b: float) -> Factors:
-    return _silu_slope(gate, torch.sigmoid(gate)), torch.ones_like(up)
+def _silu_slopes(gate: Tensor, up: Tensor, a: float, b: float) -> Slopes:
+    sigmoid = torch.sigmoid(gate)
+    return gate * sigmoid, up, _silu_slope(gate, sigmoid), None
 
 
 def _gelu(gate: Tensor, up: Tensor, a: float, b: float) -> Factors:
     return functional.gelu(gate), up
 
 
-def _gelu_slopes(gate: Tensor, up: Tensor, a: float, b: float) -> Factors:
+def _gelu_slopes(gate: Tensor, up: Tensor, a: float, b: float) -> Slopes:
     density = torch.exp(-0.5 * gate.square()) / math.sqrt(2 * math.pi)
     cumulative = 0.5 * (1 + torch.erf(gate / math.sqrt(2)))
-    return cumulative + gate * density, torch.ones_like(up)
+    return gate * cumulative, up, cumulative + gate * density, None
 
 
 _GELU_SCALE, _GELU_CUBIC = math.sqrt(2 / math.pi), 0.044715
@@ -87,28 +91,32 @@ def _gelu_tanh(gate: Tensor, up: Tensor, a: float, b: float) -> Factors:
     return functional.gelu(gate, approximate="tanh"), up
 
 
-def _gelu_tanh_slopes(gate: Tensor, up: Tensor, a: float, b: float) -> Factors:
+def _gelu_tanh_slopes(gate: Tensor, up: Tensor, a: float, b: float) -> Slopes:
     tanh = torch.tanh(_GELU_SCALE * (gate + _GELU_CUBIC * gate**3))
+    half = 0.5 * (1 + tanh)
     inner = _GELU_SCALE * (1 + 3 * _GELU_CUBIC * gate.square())
-    return 0.5 * (1 + tanh) + 0.5 * gate * (1 - tanh.square()) * inner, torch.ones_like(up)
+    return gate * half, up, half + 0.5 * gate * (1 - tanh.square()) * inner, None
 
 
 def _relu2(gate: Tensor, up: Tensor, a: float, b: float) -> Factors:
     return functional.relu(gate).square(), up
 
 
-def _relu2_slopes(gate: Tensor, up: Tensor, a: float, b: float) -> Factors:
-    return 2 * functional.relu(gate), torch.ones_like(up)
+def _relu2_slopes(gate: Tensor, up: Tensor, a: float, b: float) -> Slopes:
+    positive = functional.relu(gate)
+    return positive.square(), up, 2 * positive, None
 
 
 def _situ(gate: Tensor, up: Tensor, a: float, b: float) -> Factors:
     return a * torch.tanh(gate / a) * torch.sigmoid(gate), b * torch.tanh(up / b)
 
 
-def _situ_slopes(gate: Tensor, up: Tensor, a: float, b: float) -> Factors:
-    tanh, sigmoid = torch.tanh(gate / a), torch.sigmoid(gate)
-    slope = (1 - tanh.square()) * sigmoid + a * tanh * sigmoid * (1 - sigmoid)
-    return slope, 1 - torch.tanh(up / b).square()
+def _situ_slopes(gate: Tensor, up: Tensor, a: float, b: float) -> Slopes:
+    tanh, sigmoid, bound = torch.tanh(gate / a), torch.sigmoid(gate), torch.tanh(up / b)
+    left = (tanh * a).mul_(sigmoid)
+    # d/dg [a tanh(g/a) s] = (1 - tanh^2) s + a tanh s (1 - s)
+    slope = left.addcmul(left, sigmoid, value=-1).add_(sigmoid).addcmul_(tanh.square_(), sigmoid, value=-1)
+    return left, bound * b, slope, bound.square_().neg_().add_(1)
 
 
 def _clamped_swiglu(gate: Tensor, up: Tensor, a: float, b: float) -> Factors:
@@ -116,14 +124,15 @@ def _clamped_swiglu(gate: Tensor, up: Tensor, a: float, b: float) -> Factors:
     return gate * torch.sigmoid(a * gate), up + 1
 
 
-def _clamped_swiglu_slopes(gate: Tensor, up: Tensor, a: float, b: float) -> Factors:
+def _clamped_swiglu_slopes(gate: Tensor, up: Tensor, a: float, b: float) -> Slopes:
     inside_gate, inside_up = gate <= b, (up >= -b) & (up <= b)
+    gate, up = gate.clamp(max=b), up.clamp(-b, b)
     sigmoid = torch.sigmoid(a * gate)
     slope = sigmoid * (1 + a * gate * (1 - sigmoid))
-    return torch.where(inside_gate, slope, torch.zeros_like(slope)), inside_up.to(up.dtype)
+    return gate * sigmoid, up + 1, slope.mul_(inside_gate), inside_up.to(up.dtype)
 
 
-_RULES: dict[str, tuple[Rule, Rule]] = {
+_RULES: dict[str, tuple[Rule, SlopeRule]] = {
     "silu": (_silu, _silu_slopes),
     "gelu": (_gelu, _gelu_slopes),
     "gelu_tanh": (_gelu_tanh, _gelu_tanh_slopes),
@@ -144,13 +153,11 @@ def _gated_mlp_act_backward(
     grad: Tensor, gate: Tensor, up: Tensor, kind: str, a: float, b: float
 ) -> tuple[Tensor, Tensor]:
     dtype = math_dtype(gate.dtype)
-    wide = (gate.to(dtype), up.to(dtype), a, b)
-    (left, right), (left_slope, right_slope) = _RULES[kind][0](*wide), _RULES[kind][1](*wide)
+    left, right, left_slope, right_slope = _RULES[kind][1](gate.to(dtype), up.to(dtype), a, b)
     grad = grad.to(dtype)
-    return (
-        (grad * right * left_slope).to(gate.dtype).contiguous(),
-        (grad * left * right_slope).to(up.dtype).contiguous(),
-    )
+    grad_left, grad_right = grad * right, grad * left
+    grad_up = grad_right if right_slope is None else grad_right.mul_(right_slope)
+    return grad_left.mul_(left_slope).to(gate.dtype).contiguous(), grad_up.to(up.dtype).contiguous()
 
 
 def _sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:

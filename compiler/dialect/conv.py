@@ -31,36 +31,45 @@ def short_conv(x: Tensor, weight: Tensor, document_ids: Tensor | None = None, ac
 
 def conv_forward(x: Tensor, weight: Tensor, document_ids: Tensor | None, activation: str) -> Tensor:
     """The computation of `moec::short_conv`."""
-    mixed = _mix(x, weight, document_ids)
+    mixed = mix(x, weight, document_ids)
     return (functional.silu(mixed) if activation == "silu" else mixed).to(x.dtype).contiguous()
 
 
 def conv_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, document_ids: Tensor | None, activation: str
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    document_ids: Tensor | None,
+    activation: str,
+    mixed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The computation of `moec::short_conv_backward`: gradients of x and weight."""
+    """The computation of `moec::short_conv_backward`: gradients of x and weight.
+
+    mixed: the convolution before its activation (`mix`), where the caller has it already.
+    """
     dtype = math_dtype(x.dtype)
     grad, wide, taps = grad.to(dtype), x.to(dtype), weight.to(dtype)
     if activation == "silu":
-        grad = grad * gate_activation_slope(_mix(x, weight, document_ids), "silu")[1]
+        mixed = mix(x, weight, document_ids) if mixed is None else mixed
+        grad = grad * gate_activation_slope(mixed, "silu")[1]
     width = weight.shape[1]
     grad_x = grad * taps[:, width - 1]
     grad_taps = [(grad * wide).sum((0, 1))]
     for back in range(1, min(width, x.shape[1])):
         reaching = _same_document(grad[:, back:], document_ids, back)
-        grad_x[:, :-back] += reaching * taps[:, width - 1 - back]
+        grad_x[:, :-back].addcmul_(reaching, taps[:, width - 1 - back])
         grad_taps.append((reaching * wide[:, :-back]).sum((0, 1)))
     grad_taps += [torch.zeros_like(grad_taps[0])] * (width - len(grad_taps))
     return grad_x.to(x.dtype).contiguous(), torch.stack(grad_taps[::-1], 1).to(weight.dtype)
 
 
-def _mix(x: Tensor, weight: Tensor, document_ids: Tensor | None) -> Tensor:
+def mix(x: Tensor, weight: Tensor, document_ids: Tensor | None) -> Tensor:
     """The convolution before its activation, in the math dtype."""
     wide, taps = x.to(math_dtype(x.dtype)), weight.to(math_dtype(x.dtype))
     width = weight.shape[1]
     mixed = wide * taps[:, width - 1]
     for back in range(1, min(width, x.shape[1])):
-        mixed[:, back:] += _same_document(wide[:, :-back], document_ids, back) * taps[:, width - 1 - back]
+        mixed[:, back:].addcmul_(_same_document(wide[:, :-back], document_ids, back), taps[:, width - 1 - back])
     return mixed
 
 
@@ -69,7 +78,7 @@ def _same_document(values: Tensor, document_ids: Tensor | None, back: int) -> Te
     if document_ids is None:
         return values
     same = document_ids[:, back:] == document_ids[:, :-back]
-    return torch.where(same.unsqueeze(-1), values, torch.zeros_like(values))
+    return values.masked_fill(~same.unsqueeze(-1), 0.0)
 
 
 def _fake(x: Tensor, weight: Tensor, document_ids: Tensor | None, activation: str) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from moec.compiler.dialect._define import define_op, math_dtype
-from moec.compiler.dialect.conv import conv_backward, conv_forward
+from moec.compiler.dialect.conv import conv_backward, mix
 from moec.compiler.dialect.delta_rule import gradients, prepare, read_out
 from moec.compiler.dialect.norm import gated_norm_backward, gated_norm_forward, unit_l2, unit_l2_backward
 
@@ -159,6 +159,7 @@ def _decay_backward(grad: Tensor, decay: _Decay, lower_bound: float) -> tuple[Te
 class _Stages(NamedTuple):
     """Everything between the inputs and the delta rule."""
 
+    mixed: list[Tensor | None]  # q, k, v after their convolution and before SiLU
     q: Tensor  # [B, T, H, K], normalised
     k: Tensor
     v: Tensor  # [B, T, HV, V]
@@ -187,13 +188,16 @@ def _stages(
     lower_bound: float,
     l2_eps: float,
 ) -> _Stages:
+    pairs = ((q, conv_q), (k, conv_k), (v, conv_v))
+    mixed = [None if weight is None else mix(value, weight, document_ids) for value, weight in pairs]
     q, k, v = (
-        value if weight is None else conv_forward(value, weight, document_ids, "silu")
-        for value, weight in ((q, conv_q), (k, conv_k), (v, conv_v))
+        value if pre is None else functional.silu(pre).to(value.dtype)
+        for (value, _), pre in zip(pairs, mixed, strict=True)
     )
     unit_q, unit_k = (unit_l2(value.unflatten(-1, (heads, -1)), l2_eps) for value in (q, k))
     decay = _decay(gate, A_log, dt_bias, value_heads, gate_kind, lower_bound)
     return _Stages(
+        mixed=mixed,
         q=unit_q[0].to(q.dtype),
         k=unit_k[0].to(k.dtype),
         v=v.unflatten(-1, (value_heads, -1)),
@@ -288,10 +292,11 @@ def _kda_backward(
         for grad, unit, value in ((grad_unit_q, stages.unit_q, q), (grad_unit_k, stages.unit_k, k))
     )
     grads, grad_convs = [], []
-    for grad, value, weight in ((grad_q, q, conv_q), (grad_k, k, conv_k), (grad_v.flatten(2), v, conv_v)):
+    convolutions = ((grad_q, q, conv_q), (grad_k, k, conv_k), (grad_v.flatten(2), v, conv_v))
+    for (grad, value, weight), mixed in zip(convolutions, stages.mixed, strict=True):
         grad_weight = value.new_empty(0)
         if weight is not None:
-            grad, grad_weight = conv_backward(grad, value, weight, document_ids, "silu")
+            grad, grad_weight = conv_backward(grad, value, weight, document_ids, "silu", mixed)
         grads.append(grad)
         grad_convs.append(grad_weight)
     return (
