@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,28 +56,35 @@ def capture(view: TrainingView, plan: Plan, inputs: dict[str, Tensor]) -> Captur
 
     Raises CaptureError with the module path and source line when the model cannot be traced into one graph.
     """
-    module, root = view.module, view.module.get_submodule(view.prefix.removesuffix("."))
+    module, root = view.module, _root(view)
     mode = fake_mode_of(module)
     with ExitStack() as stack:
         stack.enter_context(view.prepare())
         stack.enter_context(fake_weights(module, mode))
         fakes = {name: fake_like(value, mode) for name, value in inputs.items()}
         regions = find_regions(root)
-        found = _probe(module, regions, fakes, mode, plan)
-        moving = _moving_sizes(module, regions, found, fakes, mode, plan)
+        found = _probe(view, regions, fakes, mode)
+        moving = _moving_sizes(view, regions, found, fakes, mode, plan)
         templates = _capture_templates(root, found, moving, plan)
         program, results = _capture_outer(view, regions, templates, fakes, plan)
         tied = _tied(root)
     return Capture(program, templates, results, tied, list(view.notes), found.near_misses)
 
 
-def _probe(module: nn.Module, regions: dict[str, nn.Module], fakes: dict[str, Tensor], mode: Any, plan: Plan) -> Probe:
+def _root(view: TrainingView) -> nn.Module:
+    return view.module.get_submodule(view.prefix.removesuffix("."))
+
+
+def _probe(view: TrainingView, regions: dict[str, nn.Module], fakes: dict[str, Tensor], mode: Any) -> Probe:
     with mode, torch.enable_grad():
-        return _traced("the probe run", lambda: probe(module, regions, lambda: module(**fakes)))
+        try:
+            return probe(view.module, regions, lambda: view.module(**fakes))
+        except (RuntimeError, ValueError, TypeError, AssertionError, NotImplementedError) as error:
+            raise _capture_error("the model", error, _root(view)) from error
 
 
 def _moving_sizes(
-    module: nn.Module,
+    view: TrainingView,
     regions: dict[str, nn.Module],
     found: Probe,
     fakes: dict[str, Tensor],
@@ -88,7 +96,7 @@ def _moving_sizes(
         return {path: [set() for _ in call.inputs] for path, call in found.calls.items()}
     shorter = max(plan.min_length, plan.length - 1)
     others = {name: fake_like(_cut(value, shorter), mode) for name, value in fakes.items()}
-    second = _probe(module, {path: regions[path] for path in found.calls}, others, mode, plan)
+    second = _probe(view, {path: regions[path] for path in found.calls}, others, mode)
     moving: dict[str, list[set[int]]] = {}
     for path, call in list(found.calls.items()):
         other = second.calls[path]
@@ -114,17 +122,19 @@ def _capture_templates(
     groups = found.groups()
     names = template_names([[root.get_submodule(call.path) for call in group] for group in groups], groups)
     return {
-        name: _capture_template(name, group, root.get_submodule(group[0].path), moving[group[0].path], plan)
+        name: _capture_template(name, group, root, moving[group[0].path], plan)
         for name, group in zip(names, groups, strict=True)
     }
 
 
 def _capture_template(
-    name: str, calls: list[RegionCall], body: nn.Module, moving: list[set[int]], plan: Plan
+    name: str, calls: list[RegionCall], root: nn.Module, moving: list[set[int]], plan: Plan
 ) -> Template:
-    call = calls[0]
+    call, body = calls[0], root.get_submodule(calls[0].path)
     shapes = [dict.fromkeys(dims, _length(plan)) or None for dims in moving]
-    exported = _export(_RegionBody(body, call), call.inputs, (tuple(shapes),) if plan.dynamic else None, call.path)
+    exported = _export(
+        _RegionBody(body, call), call.inputs, (tuple(shapes),) if plan.dynamic else None, root, call.path
+    )
     flags = {n: tensor.requires_grad for n, tensor in weight_slots(body)}
     unit = _unit(name, exported, "body.", flags, call.names, [t.requires_grad for t in call.inputs])
     unit.instances = tuple(item.path for item in calls)
@@ -169,7 +179,7 @@ def _capture_outer(
     wrapper = _OuterBody(view.module, tuple(fakes), collected)
     shapes = tuple({value.dim() - 1: _length(plan)} if _has_length(value, plan) else None for value in fakes.values())
     with templates_in_scope(templates), patched_forwards({p: regions[p] for p in by_path}, replace):
-        exported = _export(wrapper, tuple(fakes.values()), (shapes,) if plan.dynamic else None, "")
+        exported = _export(wrapper, tuple(fakes.values()), (shapes,) if plan.dynamic else None, _root(view))
     flags = {n.removeprefix(view.prefix): tensor.requires_grad for n, tensor in weight_slots(view.module)}
     outer = _unit(OUTER, exported, f"body.{view.prefix}", flags, tuple(fakes), [False] * len(fakes), tuple(collected))
     program = Program({name: template.unit for name, template in templates.items()} | {OUTER: outer})
@@ -225,7 +235,9 @@ def _calling(template: Template, call: RegionCall, body: nn.Module) -> Callable[
     return run
 
 
-def _export(module: nn.Module, args: tuple[Tensor, ...], shapes: Any, path: str) -> ExportedProgram:
+def _export(
+    module: nn.Module, args: tuple[Tensor, ...], shapes: Any, root: nn.Module, path: str = ""
+) -> ExportedProgram:
     failures = []
     for strict in (False, True):
         try:
@@ -233,23 +245,16 @@ def _export(module: nn.Module, args: tuple[Tensor, ...], shapes: Any, path: str)
                 return torch.export.export(module, args, dynamic_shapes=shapes, strict=strict)
         except Exception as error:  # torch raises many kinds here; each becomes one CaptureError
             failures.append(error)
-    raise _capture_error(f"layer {path}" if path else "the model", failures[0]) from failures[0]
+    raise _capture_error(f"layer {path}" if path else "the model", failures[0], root) from failures[0]
 
 
-def _traced(what: str, run: Callable[[], Any]) -> Any:
-    try:
-        return run()
-    except (RuntimeError, ValueError, TypeError, AssertionError, NotImplementedError) as error:
-        raise _capture_error(what, error) from error
-
-
-def _capture_error(what: str, error: Exception) -> CaptureError:
+def _capture_error(what: str, error: Exception, root: nn.Module) -> CaptureError:
     text = str(error).strip().splitlines()
     reason = next((line.strip() for line in text if line.strip()), type(error).__name__)
     data_dependent = any(word in str(error) for word in ("data-dependent", "data dependent", "GuardOnDataDependent"))
     return CaptureError(
         f"{what} cannot be traced into one graph",
-        where=_user_frame(error),
+        where=_user_frame(error, root),
         why=f"{type(error).__name__}: {reason}",
         hint="its control flow or a size depends on the data: replace the loop or `.tolist()` by an op with fixed "
         "shapes (for experts: stacked weights and moec's grouped ops)"
@@ -258,10 +263,16 @@ def _capture_error(what: str, error: Exception) -> CaptureError:
     )
 
 
-def _user_frame(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if "/torch/" not in f.filename and "compiler/" not in f.filename]
-    return f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""
+def _user_frame(error: BaseException, root: nn.Module) -> str:
+    """'layers.0.mlp, moe.py:12 in forward': the last frame of the model's code, and the module that runs it."""
+    paths = {id(child): path for path, child in root.named_modules()}
+    own = [f for f in traceback.walk_tb(error.__traceback__) if not f[0].f_code.co_filename.startswith(_NOT_THE_MODEL)]
+    running = [paths[id(f.f_locals["self"])] for f, _ in own if id(f.f_locals.get("self")) in paths]
+    text = f"{own[-1][0].f_code.co_filename}:{own[-1][1]} in {own[-1][0].f_code.co_name}" if own else ""
+    return ", ".join(filter(None, [running[-1] if running else "", text]))
+
+
+_NOT_THE_MODEL = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 
 
 def _unit(
@@ -300,7 +311,7 @@ def _inline_constant(module: fx.GraphModule, node: fx.Node, value: Any) -> None:
     target = f"constant_{node.name}"
     setattr(module, target, value)
     with module.graph.inserting_after(node):
-        attribute = module.graph.get_attr(target)
+        attribute = module.graph.create_node("get_attr", target)
     attribute.meta.update(node.meta)
     node.replace_all_uses_with(attribute)
     module.graph.erase_node(node)

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moec.compiler._torch_compat import unset_fake_temporarily
 from moec.compiler.ambient import current
 from moec.compiler.pass_manager import NearMiss
 
@@ -78,7 +79,10 @@ class Probe:
 
 
 def find_regions(module: nn.Module) -> dict[str, nn.Module]:
-    """Path -> module of every candidate: marked modules, else entries of lists that hold one class at least twice."""
+    """Path -> module of every candidate: marked modules, else entries of lists that hold one class at least twice.
+
+    A module that is reached by several paths is a candidate under the first.
+    """
     marked = {path: child for path, child in module.named_modules() if getattr(child, MARK, False)}
     if marked:
         return _outermost(marked)
@@ -88,7 +92,8 @@ def find_regions(module: nn.Module) -> dict[str, nn.Module]:
             classes = Counter(type(entry) for entry in child)
             if max(classes.values()) > 1:
                 found |= {f"{path}.{index}": entry for index, entry in enumerate(child)}
-    return _outermost(found)
+    first = {id(body): path for path, body in reversed(found.items())}
+    return _outermost({path: body for path, body in found.items() if first[id(body)] == path})
 
 
 def probe(module: nn.Module, regions: dict[str, nn.Module], run: Callable[[], Any]) -> Probe:
@@ -275,7 +280,8 @@ class _Recorder(TorchDispatchMode):
         token = self._tokens.get(id(leaf))
         if token is None:
             if type(leaf) is Tensor and (lifting or leaf.dim() == 0):
-                return f"constant {leaf.tolist()}"
+                with unset_fake_temporarily():
+                    return f"constant {leaf.dtype} {leaf.tolist()}"
             self.foreign = self.foreign or f"{func} uses a tensor of shape {tuple(leaf.shape)} from outside the layer"
             return "foreign"
         self._used.add(token)

@@ -101,7 +101,8 @@ def eager(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[s
 
 def distance(got: Tensor, wanted: Tensor) -> float:
     """|got - wanted| / |wanted|; infinite where wanted is zero and got is not."""
-    error, size = float((got.double() - wanted.double()).norm()), float(wanted.double().norm())
+    got, wanted = got.detach().double(), wanted.detach().double()
+    error, size = float((got - wanted).norm()), float(wanted.norm())
     return error / size if size else (0.0 if error == 0 else float("inf"))
 
 
