@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+from transformers.modeling_utils import PreTrainedModel
 
 from moec.models.huggingface.attention import keeps_own_attention
 from moec.models.huggingface.linear_attention import REPLACEMENTS
@@ -14,7 +15,8 @@ from moec.models.huggingface.swaps import forward_of
 def packing_refusal(model: Any) -> str:
     """Why packed documents would leak from one to the next, naming module and layer kind; '' when they do not."""
     for path, module in model.named_modules():
-        kind = _stateful_kind(module)
+        # A model is named after what is in it; its layers are what counts.
+        kind = "" if isinstance(module, PreTrainedModel) else _stateful_kind(module)
         owner = model.get_submodule(path.rpartition(".")[0]) if isinstance(module, nn.Conv1d) else module
         if kind and not _is_served(owner):
             return (
