@@ -89,10 +89,10 @@ def differences(one: dict[str, Any], other: dict[str, Any], bound: float) -> lis
         value = one[name]
         if reference is None or value is None:
             same = reference is value
-        elif float(reference.norm()) == 0.0:
-            same = float(value.norm()) == 0.0
+        elif float(reference.detach().norm()) == 0.0:
+            same = float(value.detach().norm()) == 0.0
         else:
-            same = float((value - reference).norm() / reference.norm()) <= bound
+            same = float((value - reference).detach().norm() / reference.detach().norm()) <= bound
         if not same:
             wrong.append(name)
     return wrong

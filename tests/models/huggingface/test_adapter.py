@@ -88,7 +88,7 @@ def test_image_features_are_refused() -> None:
 
 def test_gradient_checkpointing_is_left_to_the_plan() -> None:
     case = build("mixtral")
-    case.model.gradient_checkpointing_enable()
+    case.model.model.layers[0].gradient_checkpointing = True
     view = huggingface_view(case.model, Plan(batch=2, length=16))
     assert any("gradient checkpointing" in note for note in view.notes)
     with view.prepare():
