@@ -133,12 +133,13 @@ def _tap_rules() -> list[Rule]:
 
 _MOST_TAPS = 8
 
+_earlier = op(_SLICE, op(_PAD, _x, items(0, 0, anything(), 0)), *[anything()] * 4)
 RULES = (Rule("short_conv", cast(_activated, "final"), _rewrite_conv), *_tap_rules())
 SIGNS = (
     Sign("short_conv", op(_CONV, _x, _weight, *[anything()] * 5), "it is not cut back to the length of its input"),
     Sign(
         "short_conv",
-        op(MUL, op(_SLICE, op(_PAD, _x, items(0, 0, anything(), 0)), *[anything()] * 4), anything(), commutes=True),
-        "the taps around it do not form a sum over consecutive tokens",
+        op(MUL, _earlier | op(aten("where.ScalarOther"), anything(), _earlier, anything()), anything(), commutes=True),
+        "the taps around it do not form a sum over consecutive tokens of the same documents",
     ),
 )

@@ -68,6 +68,10 @@ class Sign:
     otherwise: str
 
 
+# By what a rule is for, and a node that an attempt of it reached: the attempt that reached the furthest.
+Failures = dict[tuple[str, fx.Node], Failure]
+
+
 @dataclass
 class Rewriter:
     """Inserts the replacement of one match, with the metadata of what it replaces."""
@@ -139,7 +143,7 @@ def apply_rules(unit: Unit, rules: Sequence[Rule | Finder], report: Report, sign
     for rule in rules:
         for target in rule.targets:
             table.setdefault(target, []).append(rule)
-    failures: dict[fx.Node, Failure] = {}
+    failures: Failures = {}
     gone: set[fx.Node] = set()
     written = mutated_aliases(unit.graph)
     found_backwards = Report()
@@ -154,8 +158,9 @@ def apply_rules(unit: Unit, rules: Sequence[Rule | Finder], report: Report, sign
             if failure is None:
                 break
             for seen in failure.nodes:
-                if seen not in failures or len(failures[seen].nodes) <= len(failure.nodes):
-                    failures[seen] = failure
+                known = failures.get((rule.what, seen))
+                if known is None or len(known.nodes) <= len(failure.nodes):
+                    failures[rule.what, seen] = failure
     report.matches += reversed(found_backwards.matches)
     report_signs(unit.graph, signs, report, failures)
 
@@ -200,9 +205,7 @@ def rewrite_match(
     return None
 
 
-def report_signs(
-    graph: fx.Graph, signs: Sequence[Sign], report: Report, failures: dict[fx.Node, Failure] | None = None
-) -> None:
+def report_signs(graph: fx.Graph, signs: Sequence[Sign], report: Report, failures: Failures) -> None:
     """A near miss for every place where a sign still matches, one per node."""
     table: dict[Any, list[Sign]] = {}
     for sign in signs:
@@ -211,7 +214,7 @@ def report_signs(
     for node in graph.nodes:
         for sign in table.get(node.target, ()) if node.op == "call_function" else ():
             if isinstance(match(sign.pattern, node, exclusive=False), Match):
-                failure = (failures or {}).get(node)
+                failure = failures.get((sign.what, node))
                 report.near_miss(node, sign.what, failure.reason if failure else sign.otherwise)
                 break
 

@@ -36,7 +36,7 @@ def unit_of(module: nn.Module, *args: Any, name: str = "unit", dynamic_shapes: A
 
 
 def run_unit(unit: Unit, module: nn.Module, args: Sequence[Any]) -> tuple[list[Tensor], dict[str, Tensor | None]]:
-    """Results of the unit's graph on the module's weights, and gradients of the sum of squares of the results."""
+    """Results of the unit's graph on the module's weights, and gradients of a quadratic function of the results."""
     state = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
     given = iter(torch.utils._pytree.tree_leaves([list(args)]))
     leaves: dict[str, Tensor] = {}
@@ -49,12 +49,18 @@ def run_unit(unit: Unit, module: nn.Module, args: Sequence[Any]) -> tuple[list[T
         values.append(tensor)
     unit.module.recompile()
     results = [result for result in unit.module(*values) if isinstance(result, Tensor)]
-    objective = sum(r.double().square().sum() for r in results if r.is_floating_point() and r.requires_grad)
+    objective = sum(_distance(r) for r in results if r.is_floating_point() and r.requires_grad)
     wanted = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
     if not isinstance(objective, Tensor):
         return results, dict.fromkeys(wanted)
     grads = torch.autograd.grad(objective, list(wanted.values()), allow_unused=True)
     return [result.detach() for result in results], dict(zip(wanted, grads, strict=True))
+
+
+def _distance(result: Tensor) -> Tensor:
+    """Squared distance to fixed values, so that also a norm's scale gets a gradient."""
+    fixed = torch.arange(result.numel(), dtype=torch.float64).cos().view(result.shape)
+    return (result.double() - fixed).square().sum()
 
 
 def apply(passes: Sequence[Pass], unit: Unit) -> list[Report]:
