@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from moec.compiler._torch_compat import FakeTensorMode, ShapeEnv
@@ -61,8 +62,7 @@ def _build(target: str, dtype: torch.dtype | None, device: torch.device | str) -
 
         return from_config(target, dtype=dtype, device=device)
     if ":" in target:
-        model = _call_factory(target, device)
-        return (model if dtype is None else model.to(dtype)).to(device).train()
+        return _convert(_call_factory(target, device), dtype, device).train()
     if target not in preset_names():
         raise _unknown(target)
     return build(preset(target), dtype=dtype or torch.float32, device=device).train()
@@ -75,15 +75,16 @@ def _is_config(target: str) -> bool:
 def _call_factory(target: str, device: torch.device | str) -> nn.Module:
     name, _, attribute = target.partition(":")
     factory = _find_factory(target, name, attribute)
+    try:
+        inspect.signature(factory).bind()
+    except TypeError as error:
+        raise UnsupportedModelError(
+            f"{target} cannot be called without arguments",
+            why=str(error),
+            hint="wrap it: def factory(): return Model(...)",
+        ) from error
     with torch.device(device):
-        try:
-            model = factory()
-        except TypeError as error:
-            raise UnsupportedModelError(
-                f"{target} cannot be called without arguments",
-                why=str(error),
-                hint="wrap it: def factory(): return Model(...)",
-            ) from error
+        model = factory()
     if not isinstance(model, nn.Module):
         raise UnsupportedModelError(
             f"{target} returned {type(model).__name__}, not an nn.Module",
@@ -118,6 +119,24 @@ def _find_factory(target: str, name: str, attribute: str) -> Callable[[], Any]:
             hint="give a function without arguments that returns an nn.Module",
         )
     return factory
+
+
+def _convert(model: nn.Module, dtype: torch.dtype | None, device: torch.device | str) -> nn.Module:
+    """`model.to(device, dtype)`, which cannot exchange fake parameters."""
+    converted: dict[int, Tensor] = {}
+    for module in model.modules():
+        for table in (module._parameters, module._buffers):
+            for name, value in table.items():
+                if value is not None:
+                    table[name] = converted.setdefault(id(value), _converted(value, dtype, device))
+    return model
+
+
+def _converted(value: Tensor, dtype: torch.dtype | None, device: torch.device | str) -> Tensor:
+    new = value.detach().to(device, dtype if value.is_floating_point() else None)
+    if new.dtype == value.dtype and new.device == value.device:
+        return value
+    return nn.Parameter(new, requires_grad=value.requires_grad) if isinstance(value, nn.Parameter) else new
 
 
 def _unknown(target: str) -> PresetError:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import fx
 
 from moec import driver
 from moec.compiler.graph import Unit
@@ -98,13 +99,17 @@ def _call(graph: fx.Graph, like: fx.Node, target: torch._ops.OpOverload, *args: 
     return node
 
 
+class Checks(Protocol):
+    def __call__(self, *passes: Pass) -> list[PassCheck]: ...
+
+
 @pytest.fixture
-def checks(monkeypatch: pytest.MonkeyPatch):  # noqa: ANN201
-    def run(*passes: Pass, model: nn.Module | None = None) -> list[PassCheck]:
+def checks(monkeypatch: pytest.MonkeyPatch) -> Checks:
+    def run(*passes: Pass) -> list[PassCheck]:
         monkeypatch.setattr(driver, "SEMANTIC_PASSES", passes)
         torch.manual_seed(0)
         batch = next(random_batches(PLAN, VOCABULARY, seed=0))
-        return check_passes(model or SmallModel(), PLAN, microbatches(batch)[0])
+        return check_passes(SmallModel(), PLAN, microbatches(batch)[0])
 
     return run
 
@@ -113,14 +118,14 @@ def _of(found: list[PassCheck], name: str, unit: str) -> PassCheck:
     return next(check for check in found if (check.name, check.unit) == (name, unit))
 
 
-def test_right_passes_give_the_same_bits(checks) -> None:  # noqa: ANN001
+def test_right_passes_give_the_same_bits(checks: Checks) -> None:
     found = checks(Innocent())
     assert [check.unit for check in found if check.changed] == ["block"]
     assert all(check.equal and check.error == 0.0 for check in found)
     assert _of(found, "innocent", "model").changed is False
 
 
-def test_a_wrong_value_is_traced_to_the_pass_and_the_node(checks) -> None:  # noqa: ANN001
+def test_a_wrong_value_is_traced_to_the_pass_and_the_node(checks: Checks) -> None:
     found = checks(Innocent(), Scaled(), Rounding())
     wrong = [check for check in found if not check.equal]
     assert [(check.name, check.unit) for check in wrong] == [("scaled", "block")]
@@ -129,21 +134,21 @@ def test_a_wrong_value_is_traced_to_the_pass_and_the_node(checks) -> None:  # no
     assert "value of %linear_1 = aten.linear in down, computed from the new %mul" in check.where
 
 
-def test_a_wrong_gradient_is_traced_to_the_node(checks) -> None:  # noqa: ANN001
+def test_a_wrong_gradient_is_traced_to_the_node(checks: Checks) -> None:
     check = _of(checks(Detached()), "detached", "block")
     assert check.output_error == 0.0
     assert not check.equal
     assert "gradient of %silu = aten.silu, which goes through the new %detach" in check.where
 
 
-def test_rounding_passes_but_is_pointed_out(checks) -> None:  # noqa: ANN001
+def test_rounding_passes_but_is_pointed_out(checks: Checks) -> None:
     check = _of(checks(Rounding()), "rounding", "block")
     assert check.equal
     assert 0.0 < check.output_error < 1e-6
     assert check.exact
 
 
-def test_the_outer_graph_is_checked_with_its_layers_executed(checks) -> None:  # noqa: ANN001
+def test_the_outer_graph_is_checked_with_its_layers_executed(checks: Checks) -> None:
     found = checks(WrongHead())
     assert [check.unit for check in found if not check.equal] == ["model"]
     where = _of(found, "wrong_head", "model").where

@@ -1,4 +1,4 @@
-"""`moec.verify` is equal for a right step, and sees every planted error (cases.md C37: a gate has to be able to fail)."""
+"""`moec.verify` is equal for a right step and sees every planted error: a gate has to be able to fail (C37)."""
 
 from __future__ import annotations
 
@@ -40,9 +40,7 @@ Mutation = Callable[[CompiledStep], None]
 
 
 @pytest.fixture
-def verify_mutant(
-    model: nn.Module, artifact: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[Mutation], Report]:
+def verify_mutant(model: nn.Module, artifact: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Mutation], Report]:
     """Verify `model` with the compiled step changed by a mutation."""
 
     def run(mutation: Mutation) -> Report:

@@ -1,0 +1,170 @@
+"""The command line: what each command prints and writes, and how errors of use look."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from moec.cli import app
+
+FACTORY = "tests.moec.small_models:make"
+SMALL_PLAN = ["--set", "batch=2", "--set", "length=32"]
+
+
+def run(*arguments: str | Path) -> Result:
+    """One command, in a wide terminal."""
+    return CliRunner(env={"COLUMNS": "200"}).invoke(app, [str(argument) for argument in arguments])
+
+
+def said(result: Result) -> str:
+    """Everything printed, in one line."""
+    return " ".join((result.stdout + result.stderr).split())
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`moec compile` of a small model, without weights."""
+    folder = tmp_path_factory.mktemp("compiled") / "artifact"
+    result = run("compile", FACTORY, "--out", folder, *SMALL_PLAN, "--set", "packing=true")
+    assert result.exit_code == 0, result.output
+    assert "passes" in result.stdout
+    assert "compiled in" in result.stdout
+    assert "peak memory" in result.stdout
+    assert f"{folder}/step.py" in result.stdout
+    return folder
+
+
+def test_help_names_every_command_and_loads_no_torch() -> None:
+    code = "import sys, moec.cli\ntry: moec.cli.main()\nfinally: print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False"
+    for command in ("presets", "compile", "inspect", "verify", "train", "run"):
+        assert command in done.stdout
+
+
+def test_the_module_runs_as_a_program() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "moec", "inspect", "no-such-folder"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: no-such-folder has no fingerprint.json")
+    assert "Traceback" not in done.stderr
+
+
+def test_presets_are_listed_with_their_sizes() -> None:
+    text = said(run("presets"))
+    assert "k3 │ 2.78T │ 105" in text
+    assert "k3-tiny │ 602.02K" in text
+    assert "8 (6 kda, 2 mla)" in text
+
+
+def test_compile_writes_everything_but_weights(artifact: Path) -> None:
+    names = {path.name for path in artifact.iterdir()}
+    assert names >= {"step.py", "plan.yaml", "log.jsonl", "state_map.json", "fingerprint.json", "graphs"}
+    assert "weights.safetensors" not in names
+    assert "batch: 2" in (artifact / "plan.yaml").read_text()
+
+
+def test_compile_again_replaces_an_artefact_but_nothing_else(artifact: Path, tmp_path: Path) -> None:
+    (tmp_path / "precious.txt").write_text("keep")
+    result = run("compile", FACTORY, "--out", tmp_path, *SMALL_PLAN)
+    assert result.exit_code == 2
+    assert "holds other files" in said(result)
+    assert [path.name for path in tmp_path.iterdir()] == ["precious.txt"]
+    again = tmp_path / "again"
+    for length in (16, 24):
+        assert run("compile", FACTORY, "--out", again, "--set", f"length={length}").exit_code == 0
+    assert json.loads((again / "fingerprint.json").read_text())["plan"]["length"] == 24
+
+
+def test_a_plan_file_is_read_and_settings_override_it(tmp_path: Path) -> None:
+    (tmp_path / "plan.yaml").write_text("batch: 3\nlength: 16\noptimizer: {lr: 0.5}\n")
+    out = tmp_path / "out"
+    result = run(
+        "compile", FACTORY, "--out", out, "--plan", tmp_path / "plan.yaml", "--set", "length=24", "--set", "optimizer.eps=1e-6"
+    )
+    assert result.exit_code == 0, result.output
+    plan = json.loads((out / "fingerprint.json").read_text())["plan"]
+    assert (plan["batch"], plan["length"]) == (3, 24)
+    assert (plan["optimizer"]["lr"], plan["optimizer"]["eps"]) == (0.5, 1e-6)
+
+
+def test_inspect_gives_an_overview(artifact: Path) -> None:
+    text = said(run("inspect", artifact))
+    assert "1 x [2, 32] tokens on cpu" in text
+    assert "stages: captured, fused, joint, placed, lowered" in text
+    assert "kept for backward, per layer" in text
+    assert f"{artifact}/step.py" in text
+
+
+def test_inspect_shows_a_stage_a_difference_and_a_pass(artifact: Path) -> None:
+    captured = run("inspect", artifact, "--stage", "captured").stdout
+    assert "# captured: block" in captured
+    assert "aten.silu" in captured
+    difference = run("inspect", artifact, "--diff", "captured", "fused").stdout
+    assert "--- captured/" in difference
+    assert "+++ fused/" in difference
+    text = run("inspect", artifact, "--pass", "recognize_loss").stdout
+    assert "recognize_loss on model" in text
+    assert "matched" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["inspect", "ARTIFACT", "--stage", "fussed"], "no stage 'fussed'"),
+        (["inspect", "ARTIFACT", "--stage", "fussed"], "did you mean fused?"),
+        (["inspect", "ARTIFACT", "--pass", "recognise_loss"], "did you mean recognize_loss?"),
+        (["compile", "k3-tinny", "--out", "OUT"], "did you mean k3-tiny"),
+        (["compile", FACTORY, "--out", "OUT", "--set", "lenght=3"], "unknown plan field lenght"),
+        (["compile", FACTORY, "--out", "OUT", "--set", "length"], "'length' is not field=value"),
+        (["compile", FACTORY, "--out", "OUT", "--plan", "none.yaml"], "no plan file at none.yaml"),
+        (["compile", FACTORY, "--out", "OUT", "--weights", "none"], "no weights at none"),
+        (["compile", FACTORY, "--out", "OUT", "--device", "gpu"], "'gpu' is no device"),
+        (["verify", FACTORY, "--dtype", "float8"], "plan field dtype is 'float8'"),
+        (["verify", FACTORY, "--steps", "0"], "steps is 0"),
+        (["train", FACTORY, "--data", "none", "--steps", "1", "--out", "OUT"], "no file or folder none"),
+        (["run", "none", "--data", "x", "--steps", "1", "--out", "OUT"], "none has no state_map.json"),
+        (["run", "ARTIFACT", "--data", "x", "--steps", "1", "--out", "OUT"], "no weights at"),
+    ],
+)
+def test_errors_of_use_are_explained(arguments: list[str], text: str, artifact: Path, tmp_path: Path) -> None:
+    places = {"ARTIFACT": str(artifact), "OUT": str(tmp_path / "out")}
+    result = run(*(places.get(argument, argument) for argument in arguments))
+    assert result.exit_code == 2
+    assert text in said(result)
+    assert result.stderr.startswith("error: ")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_error_that_moec_did_not_expect_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moec.overview.preset_table", lambda: 1 / 0)
+    assert isinstance(run("presets").exception, ZeroDivisionError)
+
+
+def test_verify_of_equal_steps_succeeds() -> None:
+    result = run("verify", FACTORY, *SMALL_PLAN, "--steps", "2", "--seed", "5")
+    assert result.exit_code == 0, result.output
+    assert "every pass on its own" in result.stdout
+    assert result.stdout.splitlines()[-1].strip() == "equal"
+
+
+def test_verify_of_a_difference_exits_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moec.runtime.optimizer.torch_adamw", lambda *_, **__: None)
+    result = run("verify", FACTORY, *SMALL_PLAN, "--steps", "1")
+    assert result.exit_code == 1
+    assert "not equal" in result.stdout
+    assert "parameter" in result.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", ["k3-tiny", "k3-dsa-tiny"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_tiny_presets_are_equal(preset: str, dtype: str) -> None:
+    result = run("verify", preset, "--dtype", dtype)
+    assert result.exit_code == 0, result.output
