@@ -14,7 +14,7 @@ from torch import fx
 import moec.compiler.dialect  # noqa: F401  (registers torch.ops.moec)
 from moec.compiler.graph import Unit, tensor_meta
 from moec.compiler.pass_manager import Pass, PassContext, Report
-from moec.compiler.pattern import Match, anything, aten, cast, op, origin, source_of, var
+from moec.compiler.pattern import Match, aten, cast, op, origin, source_of, var
 from moec.passes.parts import RESHAPES
 from moec.passes.recognize_mlp import is_projection
 from moec.passes.recognize_norm import MUL
@@ -76,6 +76,8 @@ _x = var("x", where=_from_attention)
 _gated = op(MUL, _x, cast(op(aten("sigmoid.default"), var("gate")), "rounded"), commutes=True)
 
 RULES = (Rule("sigmoid_gate", cast(_gated, "final"), _rewrite),)
+_silu_gated = op(MUL, _x, op(aten("silu.default"), anything()), commutes=True)
 SIGNS = (
-    Sign("sigmoid_gate", _gated | op(MUL, _x, op(aten("silu.default"), anything()), commutes=True), "not sigmoid"),
+    Sign("sigmoid_gate", _gated, "the gated value does not come from attention"),
+    Sign("attention gate", _silu_gated, "it is a SiLU, not a sigmoid"),
 )

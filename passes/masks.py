@@ -207,11 +207,19 @@ def _moved(value: Value, where: Callable[[int], int]) -> Value:
             return Lookup(value.table, where(value.batch), where(value.along))
         case Truth():
             facts = (replace(f, query=where(f.query), key=where(f.key), batch=where(f.batch)) for f in value.facts)
-            return Truth(frozenset(facts), value.negated)
+            return Truth(frozenset(map(_ordered, facts)), value.negated)
         case Additive():
             visible = _moved(value.visible, where)
             assert isinstance(visible, Truth)
             return Additive(visible)
+
+
+def _ordered(fact: Fact) -> Fact:
+    """The same fact with the query in the left one of the two dimensions, where it can be said so."""
+    if fact.query < fact.key or fact.kind == "ordered":
+        return fact
+    turned = replace(fact, query=fact.key, key=fact.query, bound=-fact.bound)
+    return replace(turned, kind={"at least": "at most", "at most": "at least"}.get(fact.kind, fact.kind))
 
 
 def _negation(truth: Truth) -> Truth:
