@@ -14,7 +14,7 @@ from torch import fx
 import moec.compiler.dialect  # noqa: F401  (registers torch.ops.moec)
 from moec.compiler.graph import Unit, tensor_meta
 from moec.compiler.pass_manager import Pass, PassContext, Report
-from moec.compiler.pattern import Match, aten, cast, op, origin, source_of, var
+from moec.compiler.pattern import Match, anything, aten, cast, op, origin, source_of, var
 from moec.passes.parts import RESHAPES
 from moec.passes.recognize_mlp import is_projection
 from moec.passes.recognize_norm import MUL
