@@ -269,8 +269,16 @@ def _loss_values(q: Tensor, main_q: Tensor, indices: Tensor) -> int:
 
 
 def _target(queries: Tensor, table: Tensor, slots: Tensor, empty: Tensor, lse: Tensor) -> Tensor:
-    """The main attention's probabilities over the selected set, summed over heads and L1-normalised, [B,t,S]."""
-    p = _probabilities(queries, _gather(table, slots), empty, lse).sum(2)
+    """The main attention's probabilities over the selected set, summed over heads and L1-normalised, [B,t,S].
+
+    A head's probabilities are its softmax over the set times the mass exp(lse of the set - lse) it puts there: the
+    rounding of lse then only weighs heads, where exp(score - lse) would carry it into every probability, and the
+    gradient softmax(I) - p cancels all but the last digits while the indexer is close to its target.
+    """
+    scores = torch.matmul(queries, _gather(table, slots).transpose(2, 3)).masked_fill_(empty.unsqueeze(2), -torch.inf)
+    of_set = scores.logsumexp(-1, keepdim=True)
+    mass = (of_set - lse.to(scores.dtype).transpose(1, 2).unsqueeze(-1)).exp_()
+    p = (scores.softmax(-1) * mass).nan_to_num_(0.0).sum(2)
     return p / p.sum(-1, keepdim=True).clamp_min(torch.finfo(p.dtype).tiny)
 
 
