@@ -7,7 +7,8 @@ never by position. The joint graph is functional: buffers that the unit writes c
 from __future__ import annotations
 
 import operator
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,7 @@ from moec.compiler._torch_compat import (
 )
 from moec.compiler.errors import PassError
 from moec.compiler.fake import fake_like
-from moec.compiler.graph import Unit, module_path
+from moec.compiler.graph import Unit, module_path, tensor_meta
 
 aten = torch.ops.aten
 
@@ -59,13 +60,51 @@ def differentiate(unit: Unit, *, input_flags: list[bool] | None = None) -> Joint
         fake_like(node.meta["val"], mode, requires_grad=flag)
         for node, flag in zip(nodes, input_flags or flags, strict=True)
     )
-    with ExitStack() as stack:
+    with _fresh_results(unit), ExitStack() as stack:
         joint = aot_export_joint_with_descriptors(stack, unit.module, args)
         found = _read(unit, joint.graph_module)
+    _drop_fresh_results(found)
     _carry_paths(found.graph)
     _clean(found)
     _rebase_sizes(found)
     return found
+
+
+@contextmanager
+def _fresh_results(unit: Unit) -> Iterator[None]:
+    """Within the context the unit returns copies of its floating point results.
+
+    AOTAutograd gives a result that shares memory with an input no tangent: it expects its caller to connect the two.
+    """
+    output = unit.graph.output_node()
+    before = output.args
+    copies = []
+    for node in before[0]:  # type: ignore[union-attr]
+        value = tensor_meta(node) if isinstance(node, fx.Node) else None
+        if value is not None and value.is_floating_point():
+            with unit.graph.inserting_before(output):
+                node = unit.graph.call_function(aten.clone.default, (node,))
+            node.meta = {"val": value}
+        copies.append(node)
+    output.args = (tuple(copies),)
+    unit.module.recompile()
+    try:
+        yield
+    finally:
+        output.args = before
+        for copy, node in zip(copies, before[0], strict=True):  # type: ignore[arg-type]
+            if copy is not node:
+                unit.graph.erase_node(copy)
+        unit.module.recompile()
+
+
+def _drop_fresh_results(joint: Joint) -> None:
+    for index, node in enumerate(joint.results):
+        value = tensor_meta(node)
+        if value is not None and value.is_floating_point():
+            joint.results[index] = node.args[0]  # type: ignore[assignment]
+            node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+            joint.graph.erase_node(node)
 
 
 def _mode(nodes: list[fx.Node]) -> Any:

@@ -109,9 +109,10 @@ class _Chooser:
             allowed, reason = may_recompute(node.args[0])  # type: ignore[arg-type]
         else:
             allowed, reason = may_recompute(node)
-        if _reads_any(node, self._written):
+        changed = _reads_any(node, self._written)
+        if changed:
             allowed, reason = False, "it reads a buffer that the forward changes"
-        if _is_view(node):
+        if _is_view(node) and not changed:
             self._run_again(node, "a view of a value at hand")
         elif self._recompute and allowed:
             self._run_again(node, "the plan's recompute rule")
@@ -227,4 +228,7 @@ _COPYING_VIEWS = {aten.reshape.default}
 
 
 def _reads_any(node: fx.Node, sources: set[fx.Node]) -> bool:
-    return any(source in sources for source in node.all_input_nodes)
+    """Whether a node reads the memory of one of `sources`, directly or through views."""
+    return any(
+        source in sources or (_is_view(source) and _reads_any(source, sources)) for source in node.all_input_nodes
+    )
