@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from moec.compiler.graph import OUTER
 from moec.compiler.regions import RegionCall
 
 
@@ -25,7 +26,7 @@ def template_names(modules: Sequence[Sequence[nn.Module]], groups: Sequence[Sequ
         prefix = _common_prefix([name for rival in rivals for name in rival])
         words = [snake_case(name[len(prefix) :] or name) for name in own[:2]]
         names.append("_".join([base, *words]))
-    return [name if names.count(name) == 1 else f"{name}_{names[:i].count(name) + 1}" for i, name in enumerate(names)]
+    return _distinct(names)
 
 
 def snake_case(name: str) -> str:
@@ -34,7 +35,19 @@ def snake_case(name: str) -> str:
     return re.sub(r"\W+", "_", parts).strip("_").lower()
 
 
+def _distinct(names: Sequence[str]) -> list[str]:
+    """The names, those that occur more than once numbered; none is that of the outer unit."""
+    found: list[str] = []
+    for name in names:
+        choices = [name] if names.count(name) == 1 else []
+        choices += [f"{name}_{number}" for number in range(1, 2 * len(names) + 2)]
+        found.append(next(choice for choice in choices if choice not in (OUTER, *found, *({*names} - {name}))))
+    return found
+
+
 def _common_prefix(names: Sequence[str]) -> str:
+    if not names:
+        return ""
     shortest, longest = min(names), max(names)
     same = [a == b for a, b in zip(shortest, longest, strict=False)]
     return shortest[: same.index(False)] if False in same else shortest
@@ -42,7 +55,7 @@ def _common_prefix(names: Sequence[str]) -> str:
 
 def _base(path: str) -> str:
     words = [part for part in path.split(".") if not part.isdigit()]
-    last = words[-1] if words else "layer"
+    last = re.sub(r"\W", "_", words[-1]) if words else "layer"
     return "layer" if last == "layers" else last.removesuffix("s") if path.split(".")[-1].isdigit() else last
 
 
