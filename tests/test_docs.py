@@ -1,0 +1,304 @@
+"""The documentation is true: its excerpts and tables are what the program yields, and its code and commands run.
+
+MOEC_UPDATE_GOLDEN=1 pytest tests/test_docs.py    rewrites excerpts and tables; their other cells stay.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import typer.main
+from typer.testing import CliRunner
+
+from moec.cli import app
+from moec.compiler.dialect import DEFINITIONS
+from moec.compiler.log import PassLog
+from moec.compiler.plan import OptimizerPlan, Plan
+from moec.passes import SEMANTIC_PASSES
+from tests import markdown
+from tests.markdown import Block
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+ARTIFACT = Path("build/k3-tiny")
+COMPILE = f"moec compile k3-tiny --out {ARTIFACT} --set batch=2 --set length=64"
+
+Rows = list[list[str | None]]
+
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+@pytest.fixture(scope="session")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which the documented compilation has run."""
+    folder = tmp_path_factory.mktemp("docs")
+    _run(COMPILE, folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def ran(work: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[Path, dict[str, Any]]:
+    """What the Python blocks of each page printed, and the error that ended them."""
+    folders = {}
+    for page in sorted(PAGES, key=lambda page: page.stem == "extending"):  # it registers things: last
+        folders[page] = tmp_path_factory.mktemp("page") / page.stem
+        shutil.copytree(work, folders[page])
+    code = {str(folder): ["\n".join(b.lines) for b in _blocks(page) if _runs(b)] for page, folder in folders.items()}
+    command = [sys.executable, "-P", str(ROOT / "tests" / "run_blocks.py")]
+    done = subprocess.run(command, input=json.dumps(code), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout)
+    return {page: results[str(folder)] for page, folder in folders.items()}
+
+
+@pages
+def test_python_runs(page: Path, ran: dict[Path, dict[str, Any]]) -> None:
+    assert not ran[page]["error"], ran[page]["error"]
+
+
+@pages
+def test_excerpts_are_real(page: Path, work: Path, ran: dict[Path, dict[str, Any]]) -> None:
+    text, printed = page.read_text(), iter(ran[page]["printed"])
+    last, wanted = "", {}
+    for block in markdown.blocks(text):
+        last = next(printed, "") if _runs(block) else last
+        if block.shows:
+            wanted[block] = markdown.selected(_source(block, work, last), block.shows[1:])
+    if os.environ.get("MOEC_UPDATE_GOLDEN"):
+        for block, lines in reversed(wanted.items()):
+            text = markdown.spliced(text, block.first, block.last, lines)
+        page.write_text(text)
+        return
+    for block, lines in wanted.items():
+        shown = f"{page.name}, line {block.first}: not what {' | '.join(block.shows)} gives (MOEC_UPDATE_GOLDEN=1)"
+        assert _untimed(block.lines) == _untimed(lines), shown
+
+
+@pages
+def test_tables_are_complete(page: Path, work: Path) -> None:
+    text = page.read_text()
+    for table in reversed(markdown.tables(text)):
+        kept = {row[0]: row for row in table.rows}
+        rows = [_filled(row, kept.get(str(row[0]), ())) for row in TABLES[table.name](work)]
+        if os.environ.get("MOEC_UPDATE_GOLDEN"):
+            text = markdown.spliced(text, table.first, table.last, markdown.table_lines(rows))
+        else:
+            assert [list(row) for row in table.rows] == rows, f"{page.name}: table {table.name}"
+            assert all(all(row) for row in rows[1:]), f"{page.name}: table {table.name} has an empty cell"
+    if os.environ.get("MOEC_UPDATE_GOLDEN"):
+        page.write_text(text)
+
+
+@pages
+def test_commands_exist(page: Path) -> None:
+    for block in _blocks(page):
+        for line in block.lines:
+            if block.language == "console" and line.startswith("$ "):
+                assert not (wrong := _wrong_command(line.removeprefix("$ "))), f"{page.name}: {line}: {wrong}"
+
+
+@pages
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in markdown.links(page.read_text()):
+        if link.startswith("https://"):
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), f"{page.name}: {link}"
+        assert not anchor or anchor in markdown.anchors(target.read_text()), f"{page.name}: {link}"
+
+
+@pages
+def test_files_exist(page: Path, work: Path) -> None:
+    for name in re.findall(r"`([\w.-]+(?:/[\w.-]+)+\.(?:py|md|yaml|toml|jsonl?|txt))`", markdown.prose(page.read_text())):
+        assert any((root / name).exists() for root in (ROOT, work, work / ARTIFACT)), f"{page.name}: {name}"
+
+
+def test_every_page_is_reached_from_the_readme() -> None:
+    linked = {(ROOT / link).resolve() for link in markdown.links(PAGES[0].read_text()) if "//" not in link}
+    assert set(PAGES[1:]) <= linked
+
+
+def test_the_readme_shows_the_compilation_that_its_excerpts_come_from() -> None:
+    assert f"$ {COMPILE}" in [line for block in _blocks(PAGES[0]) for line in block.lines]
+
+
+# Excerpts
+
+
+def _blocks(page: Path) -> list[Block]:
+    return markdown.blocks(page.read_text())
+
+
+def _runs(block: Block) -> bool:
+    return block.language == "python" and not block.shows
+
+
+def _source(block: Block, work: Path, printed: str) -> list[str]:
+    kind, *words = block.shows[0].split()
+    if kind == "output":
+        command = block.lines[0].removeprefix("$ ")
+        return [block.lines[0], *_run(command, work).splitlines()]
+    if kind == "printed":
+        return printed.splitlines()
+    if kind == "graph":
+        stage, unit = words
+        return (work / ARTIFACT / "graphs" / stage / f"{unit}.txt").read_text().splitlines()
+    if kind == "step":
+        return _function((work / ARTIFACT / "step.py").read_text(), *words)
+    assert kind == "file", block.shows
+    return (ROOT / words[0]).read_text().splitlines()
+
+
+def _function(text: str, name: str = "") -> list[str]:
+    """The lines of one function of a program, or all."""
+    parts = text.split("\n\n\n")
+    return next(part for part in parts if part.startswith(f"def {name}(")).splitlines() if name else text.splitlines()
+
+
+def _untimed(lines: typing.Sequence[str]) -> list[str]:
+    return [re.sub(r"\d+ ms", "N ms", line.rstrip()) for line in lines]
+
+
+def _run(command: str, folder: Path) -> str:
+    """Run a moec command line in a folder, as in a terminal 120 characters wide."""
+    program, *arguments = shlex.split(command)
+    assert program == "moec", command
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        result = CliRunner().invoke(app, arguments, env={"COLUMNS": "120"}, catch_exceptions=False)
+    finally:
+        os.chdir(before)
+    assert result.exit_code == 0, f"{command}: {result.output}"
+    return result.output
+
+
+def _wrong_command(line: str) -> str:
+    """What is wrong with a command line of the documentation, '' when nothing is."""
+    program, *words = shlex.split(line, comments=True)
+    if program == "make":
+        targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        return "" if words[0] in targets else f"no target {words[0]}"
+    if program == "moec":
+        group = typer.main.get_command(app)
+        command = group.commands.get(words[0])  # type: ignore[attr-defined]
+        known = {option for parameter in command.params for option in parameter.opts} if command else set()
+        unknown = [word for word in words if word.startswith("--") and word.partition("=")[0] not in known]
+        return f"no command {words[0]}" if command is None else ", ".join(unknown)
+    if program == "python" and words[0] != "-m":
+        return "" if (ROOT / words[0]).is_file() else f"no file {words[0]}"
+    return "" if program in ("python", "git", "cd") else "an unknown program"
+
+
+# Tables: the header, then rows keyed by their first cell; None is a cell that the author writes
+
+
+def _plan_rows(kind: type[Any]) -> Callable[[Path], Rows]:
+    def rows(_: Path) -> Rows:
+        values, hints = Plan().to_dict(), typing.get_type_hints(kind)
+        values = values if kind is Plan else values["optimizer"]
+        below = {item.name for item in fields(kind) if is_dataclass(hints[item.name])}
+        return [
+            ["field", "type", "default", "meaning"],
+            *(
+                [f"`{name}`", _type_text(hints[name]), "" if name in below else f"`{json.dumps(values[name])}`", None]
+                for name in values
+                if name not in below
+            ),
+        ]
+
+    return rows
+
+
+def _type_text(hint: Any) -> str:
+    """A type as a YAML author sees it."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return ", ".join(f"`{option}`" for option in inner)
+    if origin in (types.UnionType, typing.Union):
+        return " or ".join("`null`" if option is type(None) else _type_text(option) for option in inner)
+    if origin is tuple:
+        count = "a list of" if inner[-1] is Ellipsis else f"{len(inner)}"
+        return f"{count} {_type_text(inner[0])}s"
+    return {int: "whole number", float: "number", bool: "`true`, `false`", str: "text"}[hint]
+
+
+def _pass_rows(_: Path) -> Rows:
+    return [
+        ["pass", "stage", "needs", "gives", "numbers", "what it does"],
+        *(
+            [
+                f"`{step.name}`",
+                step.stage,
+                ", ".join(step.requires) or "-",
+                ", ".join(step.provides) or "-",
+                "may round differently" if step.changes_numerics else "same bits",
+                None,
+            ]
+            for step in SEMANTIC_PASSES
+        ),
+    ]
+
+
+def _operator_rows(_: Path) -> Rows:
+    return [
+        ["op", "what it is", "dimensions", "FLOPs forward", "FLOPs backward", "again in backward", "source"],
+        *(
+            [
+                f"`{name}`",
+                one.summary,
+                ", ".join(f"{value} [{', '.join(shape.split())}]" for value, shape in one.shapes.items()),
+                f"`{one.flops}`",
+                f"`{one.backward_flops}`" if one.backward is not None else "no gradient",
+                "yes" if one.recompute else "never",
+                one.source or "-",
+            ]
+            for name, one in sorted(DEFINITIONS.items())
+        ),
+    ]
+
+
+def _log_rows(work: Path) -> Rows:
+    records = [r for r in PassLog.read(work / ARTIFACT / "log.jsonl").records if r.matches and r.name != "normalize"]
+    rows: Rows = [["pass", "unit", "layers", "matched", "nodes"]]
+    for record in records:
+        texts = [match.what for match in record.matches]
+        matched = [f"{n} x {text}" if (n := texts.count(text)) > 1 else text for text in dict.fromkeys(texts)]
+        rows.append(
+            [
+                record.name,
+                record.unit,
+                str(len(record.instances)),
+                ", ".join(matched),
+                f"{record.nodes_before} -> {record.nodes_after}",
+            ]
+        )
+    return rows
+
+
+def _filled(row: list[str | None], old: tuple[str, ...]) -> list[str]:
+    cells: Iterator[tuple[int, str | None]] = enumerate(row)
+    return [cell if cell is not None else (old[index] if index < len(old) else "") for index, cell in cells]
+
+
+TABLES: dict[str, Callable[[Path], Rows]] = {
+    "plan": _plan_rows(Plan),
+    "optimizer": _plan_rows(OptimizerPlan),
+    "passes": _pass_rows,
+    "operators": _operator_rows,
+    "log": _log_rows,
+}
