@@ -148,7 +148,11 @@ def items(*patterns: Any) -> Pattern:
 
 def item(source: Pattern, index: int, name: str = "") -> Pattern:
     """Result number `index` of an op with several results."""
-    return _Op(GETITEM, (source, index), name, False, True, None)
+
+    def other(node: fx.Node) -> str:
+        return "" if node.args[1] == index else f"{describe(node)} is result {node.args[1]}, not {index}"
+
+    return _Op(GETITEM, (source, index), name, False, True, other)
 
 
 def cast(source: Pattern, name: str) -> Pattern:
@@ -177,14 +181,24 @@ class Match:
 
 @dataclass
 class Failure:
-    """The furthest that an attempt got: the nodes that did fit, and what did not."""
+    """The furthest that an attempt got: the nodes that did fit, and what did not.
+
+    complete: the whole pattern fitted, and the rewrite refused.
+    """
 
     nodes: tuple[fx.Node, ...] = ()
     describe: Callable[[], str] = field(default=lambda: "the op at the root differs")
 
+    complete: bool = False
+
     @property
     def reason(self) -> str:
         return self.describe()
+
+    @property
+    def reach(self) -> tuple[bool, int]:
+        """Orders attempts by how far they got."""
+        return self.complete, len(set(self.nodes))
 
 
 def match(pattern: Pattern, root: fx.Node, outputs: tuple[str, ...] = (), *, exclusive: bool = True) -> Match | Failure:
@@ -335,10 +349,22 @@ class _Search:
 
     def __init__(self) -> None:
         self.failure = Failure()
+        self._expected: tuple[Any, Targets] = (None, frozenset())
 
     def fail(self, state: _State, reason: Callable[[], str]) -> None:
         if len(state.nodes) >= len(self.failure.nodes):
             self.failure = Failure(tuple(node for node, _ in state.nodes), reason)
+            self._expected = (None, frozenset())
+
+    def fail_op(self, state: _State, targets: Targets, found: Any) -> None:
+        """Another op stands there; alternatives that fail at the same node are told together."""
+        if len(state.nodes) < len(self.failure.nodes):
+            return
+        node, others = self._expected
+        if node is found and len(state.nodes) == len(self.failure.nodes):
+            targets = targets | others
+        self.fail(state, lambda: f"expected {_names(targets)}, found {_text(found)}")
+        self._expected = (found, targets)
 
     def compare(self, pattern: Any, found: Any, parent: fx.Node, state: _State) -> Iterator[_State]:
         """All ways in which `found`, an argument of `parent`, fits `pattern`."""
@@ -379,7 +405,7 @@ class _Search:
                 break
             node, crossed = below, crossed.cross(node)
         if not (isinstance(node, fx.Node) and node.op == "call_function" and node.target in pattern.targets):
-            self.fail(state, lambda: f"expected {_names(pattern.targets)}, found {_text(node)}")
+            self.fail_op(state, pattern.targets, node)
 
     def _compare_call(self, pattern: _Op, node: fx.Node, state: _State) -> Iterator[_State]:
         reason = pattern.where(node) if pattern.where is not None else ""

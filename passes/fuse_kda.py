@@ -119,7 +119,7 @@ def _find(delta: fx.Node) -> Match | Failure:
         _require_unused(inner, {output.root, *inner})
     except Refused as refused:
         reason = str(refused)
-        return Failure((delta,), lambda: reason)
+        return Failure((delta,), lambda: reason, complete=True)
     captures = {
         "operands": [queries, keys, values],
         "decay": decay,

@@ -161,12 +161,14 @@ RULES = (
     Rule("route", _pattern(), _rewrite),
     Rule("route", _after(), _rewrite),
 )
+_scores = op(_SIGMOID, anything()) | op(_SOFTMAX, anything(), dim(-1), anything())
+_biased = op(ADD, _scores, anything(), commutes=True) | _scores
+_choice = op(aten("masked_fill.Scalar"), _biased, anything(), anything()) | _biased
 SIGNS = (
     Sign(
         "route",
-        op(_TOPK, op(_SIGMOID | _SOFTMAX, *[anything()] * 3) | op(ADD, op(_SIGMOID, anything()), anything()),
-           anything(), dim(-1), True, anything()),
+        op(_TOPK, _choice, anything(), dim(-1), True, anything()),
         "the weights are not the scores of the chosen experts",
     ),
     Sign("route", op(_SOFTMAX, item(op(_TOPK, *[anything()] * 5), 0), dim(-1), anything()), "the indices are not used"),
-)  # fmt: skip
+)

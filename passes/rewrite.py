@@ -159,7 +159,7 @@ def apply_rules(unit: Unit, rules: Sequence[Rule | Finder], report: Report, sign
                 break
             for seen in failure.nodes:
                 known = failures.get((rule.what, seen))
-                if known is None or len(known.nodes) <= len(failure.nodes):
+                if known is None or known.reach <= failure.reach:
                     failures[rule.what, seen] = failure
     report.matches += reversed(found_backwards.matches)
     report_signs(unit.graph, signs, report, failures)
@@ -190,7 +190,7 @@ def rewrite_match(
     except Refused as refused:
         rewriter.drop_created()
         reason = str(refused)
-        return Failure(found.nodes, lambda: reason)
+        return Failure(found.nodes, lambda: reason, complete=True)
     report.match(rewriter.created[-1] if rewriter.created else found.root, became)
     # Matched nodes go even if they count as impure, as a dropout of probability 0 does.
     erased: set[fx.Node] = set()

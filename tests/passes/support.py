@@ -79,7 +79,7 @@ def check(
 ) -> tuple[Unit, Report]:
     """Run normalize, `before` and then `step` on the unit of `module`, and compare results and gradients.
 
-    bound: on |a - b| / |b| per tensor. exact: bitwise instead. Returns the rewritten unit and the report of `step`.
+    bound: on |a - b| / |b| per tensor, but 1e-5 at least for gradients. exact: bitwise instead. Returns the rewritten unit and the report of `step`.
     """
     unit = unit_of(module, *args)
     wanted = run_unit(unit, module, args)
@@ -107,7 +107,7 @@ def compare(
             assert torch.equal(a, b), name
         else:
             error = float((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30))
-            assert error <= bound, f"{name}: relative error {error:.2e}"
+            assert error <= (bound if name.startswith("result") else max(bound, 1e-5)), f"{name}: {error:.2e}"
 
 
 def counts(unit: Unit) -> dict[str, int]:

@@ -148,8 +148,11 @@ def test_sinks(stable: bool) -> None:
 @pytest.mark.parametrize(
     ("form", "reason"),
     [
-        (lambda q, k, v: SDPA(q, k, v, attn_mask=torch.arange(T) % 2 == 0), "has an unknown meaning for the mask"),
-        (lambda q, k, v: SDPA(q, k, v, attn_mask=_visible().tril(-1)), "has an unknown meaning for the mask"),
+        (
+            lambda q, k, v: SDPA(q, k, v, attn_mask=(torch.arange(T) % 2 == 0).expand(T, T)),
+            "unknown meaning for the mask",
+        ),
+        (lambda q, k, v: SDPA(q, k, v, attn_mask=_visible().tril(-1)), "unknown meaning for the mask"),
         (lambda q, k, v: SDPA(q[0], k[0], v[0], is_causal=True)[None], "queries have 3 dimensions"),
         (lambda q, k, v: SDPA(q[:, :, :3], k, v), "queries and keys differ in length"),
         (lambda q, k, v: SDPA(q, k, v, dropout_p=0.5) * 0 + v, "attention dropout is 0.5"),
