@@ -172,9 +172,10 @@ def train(
     device: DeviceOption = None,
 ) -> None:
     """Train a model on text through its compiled step."""
+    from moec.running import RunOptions, TextOptions
     from moec.settings import read_plan, with_packing
     from moec.targets import build_target
-    from moec.training import RunOptions, TextOptions, train_model
+    from moec.training import train_model
 
     chosen, given = read_plan(plan, settings)
     model = build_target(target, dtype=_dtype(chosen), device=_device(device), seed=seed, weights=weights)
@@ -200,8 +201,8 @@ def run(
 ) -> None:
     """Train an emitted step; needs neither the model's source nor a compilation."""
     import moec
-    from moec.training import RunOptions, TextOptions, open_text
-    from moec.training import run as run_step
+    from moec.running import RunOptions, TextOptions, open_text
+    from moec.running import run as run_step
 
     step = moec.load(folder, weights=weights)
     batches = open_text(TextOptions(data, pattern, tokenizer), step.plan, step.vocabulary)

@@ -1,6 +1,6 @@
-"""`moec train` and `moec run`: data and a compiled step into the training loop, with everything in one folder.
+"""`moec train`: compile a model's step and train it, with everything in one folder.
 
-OUT/artifact/            the emitted step (without weights)
+OUT/artifact/            the emitted step, without weights
 OUT/metrics.jsonl        one line per step
 OUT/checkpoints/         the run's state
 OUT/weights.safetensors  the weights after the last step
@@ -9,9 +9,7 @@ OUT/weights.safetensors  the weights after the last step
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable
 
 from rich.console import Console
 from torch import nn
@@ -20,35 +18,13 @@ import moec
 from moec.compiler.errors import CheckpointError
 from moec.compiler.plan import Plan
 from moec.models.adapters import training_view
-from moec.runtime import PackedText, StepResult, TrainSummary, export_weights, latest_checkpoint
-from moec.runtime import train as run_loop
+from moec.running import RunOptions, TextOptions, open_text, run
+from moec.runtime import StepResult, TrainSummary, latest_checkpoint
 from moec.runtime.loop import CHECKPOINTS
 from moec.runtime.metrics import METRICS
-from moec.runtime.tokenizer import FileTokenizer
 from moec.step import CompiledStep
 
 ARTIFACT = "artifact"
-FINAL_WEIGHTS = "weights.safetensors"
-
-
-@dataclass(frozen=True)
-class TextOptions:
-    """What to read. paths: files and folders. patterns: file names inside folders. tokenizer: None reads bytes."""
-
-    paths: Sequence[Path]
-    patterns: Sequence[str] = ()
-    tokenizer: Path | None = None
-
-
-@dataclass(frozen=True)
-class RunOptions:
-    """How long to train and what to write. steps: of the whole run, those before a resume included."""
-
-    steps: int
-    out: Path
-    resume: bool = False
-    checkpoint_every: int = 0
-    tensorboard: bool = False
 
 
 def train_model(
@@ -69,42 +45,13 @@ def train_model(
     return step, run(step, data, options, console, on_step)
 
 
-def open_text(text: TextOptions, plan: Plan, vocabulary: int | None) -> PackedText:
-    """The batches of a plan over text; raises DataError when there is none or the tokenizer does not fit."""
-    return PackedText(
-        text.paths,
-        batch=plan.batch,
-        length=plan.length,
-        accumulation=plan.accumulation,
-        packing=plan.packing,
-        tokenizer=FileTokenizer(text.tokenizer) if text.tokenizer else None,
-        vocabulary=vocabulary,
-        patterns=text.patterns,
-    )
-
-
-def run(
-    step: CompiledStep,
-    data: PackedText,
-    options: RunOptions,
-    console: Console,
-    on_step: Callable[[int, StepResult], None] | None = None,
-) -> TrainSummary:
-    """Train with a step at hand and write the final weights."""
-    step.total_steps = options.steps
-    summary = run_loop(
-        step,
-        data,
-        steps=options.steps,
-        out=options.out,
-        resume=options.resume,
-        checkpoint_every=options.checkpoint_every,
-        tensorboard=options.tensorboard,
-        console=console,
-        on_step=on_step,
-    )
-    export_weights(step.state, options.out / FINAL_WEIGHTS)
-    return summary
+def _check_out(options: RunOptions) -> None:
+    out = options.out
+    if options.resume and not out.is_dir():
+        raise CheckpointError(f"there is no run in {out} to resume", hint="check the folder given as --out")
+    holds_run = (out / METRICS).exists() or latest_checkpoint(out / CHECKPOINTS) is not None
+    if holds_run and not options.resume:
+        raise CheckpointError(f"{out} already holds a run", hint="resume it (--resume), or train into another folder")
 
 
 def _compiled(model: nn.Module, plan: Plan, options: RunOptions, console: Console) -> CompiledStep:
@@ -120,11 +67,3 @@ def _compiled(model: nn.Module, plan: Plan, options: RunOptions, console: Consol
     step.save(partial).rename(folder)
     step.folder = folder
     return step
-
-
-def _check_out(options: RunOptions) -> None:
-    holds_run = (options.out / METRICS).exists() or latest_checkpoint(options.out / CHECKPOINTS) is not None
-    if holds_run and not options.resume:
-        raise CheckpointError(
-            f"{options.out} already holds a run", hint="resume it (--resume), or train into another folder"
-        )

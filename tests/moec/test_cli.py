@@ -86,7 +86,16 @@ def test_a_plan_file_is_read_and_settings_override_it(tmp_path: Path) -> None:
     (tmp_path / "plan.yaml").write_text("batch: 3\nlength: 16\noptimizer: {lr: 0.5}\n")
     out = tmp_path / "out"
     result = run(
-        "compile", FACTORY, "--out", out, "--plan", tmp_path / "plan.yaml", "--set", "length=24", "--set", "optimizer.eps=1e-6"
+        "compile",
+        FACTORY,
+        "--out",
+        out,
+        "--plan",
+        tmp_path / "plan.yaml",
+        "--set",
+        "length=24",
+        "--set",
+        "optimizer.eps=1e-6",
     )
     assert result.exit_code == 0, result.output
     plan = json.loads((out / "fingerprint.json").read_text())["plan"]

@@ -1,0 +1,78 @@
+"""A compiled step and text into the training loop: what `moec train` and `moec run` share.
+
+Imports neither models nor passes, so that an artefact runs where there are none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from moec.compiler.plan import Plan
+from moec.runtime import PackedText, StepResult, TrainSummary, export_weights
+from moec.runtime import train as run_loop
+from moec.runtime.tokenizer import FileTokenizer
+from moec.step import CompiledStep
+
+FINAL_WEIGHTS = "weights.safetensors"
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """What to read. paths: files and folders. patterns: file names inside folders. tokenizer: None reads bytes."""
+
+    paths: Sequence[Path]
+    patterns: Sequence[str] = ()
+    tokenizer: Path | None = None
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How long to train and what to write. steps: of the whole run, those before a resume included."""
+
+    steps: int
+    out: Path
+    resume: bool = False
+    checkpoint_every: int = 0
+    tensorboard: bool = False
+
+
+def open_text(text: TextOptions, plan: Plan, vocabulary: int | None) -> PackedText:
+    """The batches of a plan over text; raises DataError when there is none or the tokenizer does not fit."""
+    return PackedText(
+        text.paths,
+        batch=plan.batch,
+        length=plan.length,
+        accumulation=plan.accumulation,
+        packing=plan.packing,
+        tokenizer=FileTokenizer(text.tokenizer) if text.tokenizer else None,
+        vocabulary=vocabulary,
+        patterns=text.patterns,
+    )
+
+
+def run(
+    step: CompiledStep,
+    data: PackedText,
+    options: RunOptions,
+    console: Console,
+    on_step: Callable[[int, StepResult], None] | None = None,
+) -> TrainSummary:
+    """Train, and write the final weights to OUT/weights.safetensors."""
+    step.total_steps = options.steps
+    summary = run_loop(
+        step,
+        data,
+        steps=options.steps,
+        out=options.out,
+        resume=options.resume,
+        checkpoint_every=options.checkpoint_every,
+        tensorboard=options.tensorboard,
+        console=console,
+        on_step=on_step,
+    )
+    export_weights(step.state, options.out / FINAL_WEIGHTS)
+    return summary
