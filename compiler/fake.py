@@ -46,6 +46,11 @@ def fake_like(tensor: Tensor, mode: FakeTensorMode, *, requires_grad: bool | Non
     return fake.requires_grad_(wanted and tensor.dtype.is_floating_point)
 
 
+def is_fake(tensor: Tensor) -> bool:
+    """Whether a tensor has no values to look at: a fake, or one on the meta device."""
+    return isinstance(tensor, FakeTensor) or tensor.is_meta
+
+
 def _fake_of(value: Tensor, mode: FakeTensorMode) -> Tensor:
     device = torch.device("cpu") if value.is_meta else value.device
     with mode:

@@ -54,6 +54,7 @@ class Plan:
 
     batch: rows per microbatch (B). length: tokens per row (T). accumulation: microbatches per step (A).
     dtype: dtype of the model's matrices; None takes the model as it is.
+    image_tokens: placeholder tokens per microbatch that take a row of `image_features` each; 0 for text alone.
     packing: rows may hold several documents, told apart by `document_ids`.
     dynamic: "length" compiles one step for every length from `min_length` to `length`; None for exactly `length`.
     recompute: module path patterns ("layers.*.mlp", "*") whose activations are computed again in backward.
@@ -67,6 +68,7 @@ class Plan:
     accumulation: int = 1
     dtype: Literal["float32", "bfloat16", "float16", "float64"] | None = None
     packing: bool = False
+    image_tokens: int = 0
     dynamic: Literal["length"] | None = None
     min_length: int = 2
     recompute: tuple[str, ...] = ()
@@ -80,6 +82,7 @@ class Plan:
         for name in ("batch", "length", "accumulation", "loss_chunk", "min_length"):
             value = getattr(self, name)
             _require(value >= 1, name, f"is {value}", "it is at least 1")
+        _require(self.image_tokens >= 0, "image_tokens", f"is {self.image_tokens}", "it is at least 0")
         if self.dynamic == "length":
             _require(
                 2 <= self.min_length < self.length,

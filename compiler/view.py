@@ -28,6 +28,7 @@ class TrainingView:
     packing_refusal: why packed documents cannot be kept apart ('' when they can); compile refuses a packing plan then.
     max_length: the longest sequence the model supports, None for no limit.
     vocabulary: number of token ids, for the check of batches; None when unknown.
+    images: (placeholder token, width of a feature) of a model that takes image features, None for text alone.
     balanced: (bias buffer, histogram buffer, top-k) of each router that balances itself, by path in the user's model.
     """
 
@@ -38,4 +39,5 @@ class TrainingView:
     packing_refusal: str = ""
     max_length: int | None = None
     vocabulary: int | None = None
+    images: tuple[int, int] | None = None
     balanced: tuple[tuple[str, str, int], ...] = ()

@@ -99,7 +99,9 @@ def _k3_view(model: nn.Module, plan: Plan) -> TrainingView:
     assert isinstance(model, K3Model)
     routers = {path: router for path, router in model.routers().items() if router.balancing}
     balanced = tuple((f"{p}.correction_bias", f"{p}.histogram", router.top_k) for p, router in routers.items())
-    return TrainingView(K3View(model), vocabulary=model.config.vocab_size, balanced=balanced)
+    config = model.config
+    images = (config.image_token, config.hidden_size) if config.image_token else None
+    return TrainingView(K3View(model), vocabulary=config.vocab_size, images=images, balanced=balanced)
 
 
 def _is_huggingface(model: nn.Module) -> bool:

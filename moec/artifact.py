@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from moec.compiler.errors import ArtifactError
 from moec.compiler.log import PassLog
 from moec.compiler.plan import Plan
 from moec.compiler.printer import StageGraphs
+from moec.compiler.view import TrainingView
 from moec.runtime.program import CONSTANTS, PROGRAM
 
 PLAN, LOG, STATE_MAP, FINGERPRINT, GRAPHS = "plan.yaml", "log.jsonl", "state_map.json", "fingerprint.json", "graphs"
@@ -41,6 +42,7 @@ class StateMap:
 
     weights, buffers: path -> {"shape", "dtype"}, for weights also "requires_grad", for buffers "persistent".
     aliases: other path of a tied tensor -> its owner. without_gradient: trainable by flag, but never reached.
+    vocabulary, images: what the checks of a batch need (compiler/view.py).
     """
 
     weights: dict[str, dict[str, Any]]
@@ -48,12 +50,17 @@ class StateMap:
     aliases: dict[str, str]
     without_gradient: list[str]
     vocabulary: int | None
+    images: list[int] | None
 
     @classmethod
-    def of(
-        cls, model: nn.Module, aliases: dict[str, str], without_gradient: list[str], vocabulary: int | None
-    ) -> StateMap:
+    def of(cls, model: nn.Module, aliases: dict[str, str], without_gradient: list[str], view: TrainingView) -> StateMap:
         """The map of a module as it is now."""
+        images = None if view.images is None else list(view.images)
+        empty = cls({}, {}, aliases, without_gradient, view.vocabulary, images)
+        return empty.with_tensors_of(model)
+
+    def with_tensors_of(self, model: nn.Module) -> StateMap:
+        """This map with the weights and buffers of a model in place of its own, to compare the two."""
         saved = set(model.state_dict())
         weights = {
             path: {**_describe(weight), "requires_grad": weight.requires_grad}
@@ -63,7 +70,7 @@ class StateMap:
             path: {**_describe(buffer), "persistent": path in saved}
             for path, buffer in model.named_buffers(remove_duplicate=False)
         }
-        return cls(weights, buffers, aliases, without_gradient, vocabulary)
+        return replace(self, weights=weights, buffers=buffers)
 
     def digest(self) -> str:
         """Changes when any path, shape, dtype or trained flag does."""

@@ -94,7 +94,7 @@ def write(compilation: Compilation, folder: Path) -> None:
         plan=compilation.plan,
         log=compilation.log,
         stages=compilation.stages,
-        state_map=StateMap.of(model, captured.tied, unreached, compilation.view.vocabulary),
+        state_map=StateMap.of(model, captured.tied, unreached, compilation.view),
         device=str(_device(model)),
         derived_buffers=derived_buffers(model),
     )
@@ -109,7 +109,7 @@ def build(model: nn.Module, plan: Plan, after_pass: AfterPass | None = None) -> 
     log = PassLog()
     view = _checked_view(model, plan)
     with _timed(log, "captured") as count:
-        captured = capture(view, plan, example_inputs(model, plan))
+        captured = capture(view, plan, example_inputs(model, plan, view.images))
         count(unit.graph for unit in captured.program.units.values())
     log.notes += captured.notes
     log.near_misses += captured.near_misses
@@ -153,12 +153,18 @@ def selected_passes(plan: Plan) -> list[Pass]:
     return [step for step in SEMANTIC_PASSES if step.name not in plan.disable]
 
 
-def example_inputs(model: nn.Module, plan: Plan) -> dict[str, Tensor]:
-    """Tensors of the plan's shapes on the model's device; only their metadata is used."""
+def example_inputs(model: nn.Module, plan: Plan, images: tuple[int, int] | None = None) -> dict[str, Tensor]:
+    """Tensors of the plan's shapes on the model's device; only their metadata is used.
+
+    images: (placeholder token, width of a feature) of the model, for a plan with image tokens.
+    """
     device = _device(model)
     ids = torch.zeros(plan.batch, plan.length, dtype=torch.int64, device=device)
     inputs = {"input_ids": ids, "labels": ids, "inverse_tokens": torch.ones((), device=device)}
-    return inputs | ({"document_ids": ids} if plan.packing else {})
+    inputs |= {"document_ids": ids} if plan.packing else {}
+    if plan.image_tokens and images is not None:
+        inputs["image_features"] = torch.zeros(plan.image_tokens, images[1], device=device)
+    return inputs
 
 
 def _device(model: nn.Module) -> torch.device:
@@ -193,6 +199,13 @@ def _checked_view(model: nn.Module, plan: Plan) -> TrainingView:
             "the plan packs documents, but this model cannot keep them apart",
             where=view.packing_refusal,
             hint="set packing: false in the plan, and give one document per row",
+        )
+    if plan.image_tokens and view.images is None:
+        raise PlanError(
+            f"plan field image_tokens is {plan.image_tokens}",
+            where="plan.image_tokens",
+            why=f"{type(model).__name__} takes no image features",
+            hint="set image_tokens: 0, or use a model with an image placeholder token",
         )
     if view.max_length is not None and plan.length > view.max_length:
         raise PlanError(

@@ -34,8 +34,7 @@ def load(
     """
     folder = Path(folder)
     saved = StateMap(**read_json(folder, STATE_MAP))
-    here = None if model is None else StateMap.of(model, saved.aliases, saved.without_gradient, saved.vocabulary)
-    check_fingerprint(folder, plan, here)
+    check_fingerprint(folder, plan, None if model is None else saved.with_tensors_of(model))
     program = load_program(folder)
     if model is not None:
         state = StepState.from_module(model, without_gradient=saved.without_gradient)

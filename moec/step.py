@@ -33,8 +33,10 @@ class CompiledStep(TrainStep):
     def of(cls, program: ModuleType, state: StepState, folder: Path, log: PassLog) -> CompiledStep:
         """The step for a loaded program and a state."""
         fingerprint = read_json(folder, FINGERPRINT)
-        vocabulary = read_json(folder, STATE_MAP)["vocabulary"]
-        step = cls(program, state, Plan.from_yaml(folder / PLAN), fingerprint, vocabulary)
+        state_map = read_json(folder, STATE_MAP)
+        plan = Plan.from_yaml(folder / PLAN)
+        images = tuple(state_map["images"]) if state_map["images"] else None
+        step = cls(program, state, plan, fingerprint, state_map["vocabulary"], images)
         step.folder, step.log = folder, log
         return step
 

@@ -15,14 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moec.compiler.errors import BatchError, NonFiniteError
+from moec.compiler.errors import NonFiniteError
 from moec.compiler.plan import Plan
+from moec.runtime.batch import IGNORED, BatchRules
 from moec.runtime.protocol import StepResult
 from moec.runtime.schedule import Schedule
 from moec.runtime.state import StepState
 from moec.runtime.trace import first_non_finite
-
-IGNORED = -100
 
 
 @dataclass
@@ -30,7 +29,9 @@ class TrainStep:
     """`step(batch)` or `step(input_ids, labels)`: forward, backward and update over A microbatches, in place.
 
     batch: input_ids and labels int64 [A, B, T] ([B, T] when A is 1), labels unshifted, -100 ignored; document_ids
-    int64 of the same shape when the plan packs (all one document when left out).
+    int64 of the same shape when the plan packs (all one document when left out); image_features [A, n, D] when the
+    plan has n image tokens per microbatch, one row per placeholder in reading order.
+    vocabulary: number of token ids. images: (placeholder token, width of a feature).
     total_steps: length of the run that the learning rate schedule covers; without it a cosine stays at its peak.
     """
 
@@ -39,7 +40,11 @@ class TrainStep:
     plan: Plan
     fingerprint: dict[str, Any]
     vocabulary: int | None = None
+    images: tuple[int, int] | None = None
     total_steps: int = 0
+
+    def __post_init__(self) -> None:
+        self._rules = BatchRules(self.plan, self.vocabulary, self.images)
 
     def __call__(
         self,
@@ -53,7 +58,7 @@ class TrainStep:
         if isinstance(batch, Tensor):
             given = {"input_ids": batch, "labels": labels, "document_ids": document_ids}
             batch = {name: value for name, value in given.items() if value is not None}
-        checked = self._checked(batch)
+        checked = self._rules.checked(batch)
         valid = int((checked["labels"][..., 1:] != IGNORED).sum())
         if valid == 0:
             warnings.warn("no label of this batch is valid: the loss is 0 and no gradient flows", stacklevel=2)
@@ -82,7 +87,7 @@ class TrainStep:
 
     def loss(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Results of the forward alone, summed over the microbatches; changes nothing but routing counts."""
-        checked = self._checked(batch)
+        checked = self._rules.checked(batch)
         valid = int((checked["labels"][..., 1:] != IGNORED).sum())
         totals: dict[str, Tensor] = {}
         for microbatch in self._microbatches(checked, valid):
@@ -94,7 +99,7 @@ class TrainStep:
 
     def gradients(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Weight path -> gradient of the objective over the batch, without an update."""
-        checked = self._checked(batch)
+        checked = self._rules.checked(batch)
         valid = int((checked["labels"][..., 1:] != IGNORED).sum())
         self.state.clear_gradients()
         for microbatch in self._microbatches(checked, valid):
@@ -113,74 +118,3 @@ class TrainStep:
             {name: value[index] for name, value in moved.items()} | {"inverse_tokens": inverse}
             for index in range(self.plan.accumulation)
         ]
-
-    def _checked(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The batch as [A, B, T] tensors, or BatchError."""
-        names = ["input_ids", "labels", *(["document_ids"] if self.plan.packing else [])]
-        unknown = sorted(set(batch) - {"input_ids", "labels", "document_ids"})
-        if unknown:
-            raise BatchError(f"the batch holds {', '.join(unknown)}, which the step does not take")
-        for name in ("input_ids", "labels"):
-            if name not in batch:
-                raise BatchError(f"the batch has no {name}", hint="give input_ids and labels, int64 [A, B, T]")
-        if "document_ids" in batch and not self.plan.packing:
-            raise BatchError("the batch holds document_ids, but the plan says packing: false")
-        given = dict(batch)
-        if self.plan.packing and "document_ids" not in given:
-            given["document_ids"] = torch.zeros_like(given["input_ids"])
-        shaped = {name: self._shaped(name, given[name]) for name in names}
-        lengths = {name: tuple(value.shape) for name, value in shaped.items()}
-        if len(set(lengths.values())) > 1:
-            raise BatchError("the tensors of a batch have different shapes", why=str(lengths))
-        self._check_values(shaped)
-        return shaped
-
-    def _shaped(self, name: str, value: Tensor) -> Tensor:
-        plan = self.plan
-        wanted = f"[{plan.accumulation}, {plan.batch}, {self._length_text()}]"
-        if value.dtype != torch.int64:
-            raise BatchError(f"{name} has dtype {value.dtype}", hint=f"{name} is int64 {wanted}")
-        shaped = value.unsqueeze(0) if value.dim() == 2 and plan.accumulation == 1 else value
-        right = shaped.dim() == 3 and tuple(shaped.shape[:2]) == (plan.accumulation, plan.batch)
-        if right and plan.dynamic == "length":
-            right = plan.min_length <= shaped.shape[2] <= plan.length
-        elif right:
-            right = shaped.shape[2] == plan.length
-        if not right:
-            raise BatchError(
-                f"{name} has shape {list(value.shape)}, the step was compiled for {wanted}",
-                where="plan.accumulation, plan.batch, plan.length",
-                hint="pad or cut the batch, or compile again with a plan of this shape",
-            )
-        return shaped
-
-    def _length_text(self) -> str:
-        plan = self.plan
-        return f"{plan.min_length}..{plan.length}" if plan.dynamic == "length" else str(plan.length)
-
-    def _check_values(self, batch: dict[str, Tensor]) -> None:
-        ids, labels = batch["input_ids"], batch["labels"]
-        if self.vocabulary is not None:
-            size = self.vocabulary
-            _refuse(ids, (ids < 0) | (ids >= size), "input_ids", f"token ids lie in [0, {size})")
-            bad = ((labels < 0) & (labels != IGNORED)) | (labels >= size)
-            _refuse(labels, bad, "labels", f"labels lie in [0, {size}), or are {IGNORED} to be ignored")
-        documents = batch.get("document_ids")
-        if documents is not None:
-            steps = documents[..., 1:] - documents[..., :-1]
-            _refuse(documents[..., 1:], steps < 0, "document_ids", "document ids never decrease along a row")
-            crossing = (steps != 0) & (labels[..., 1:] != IGNORED)
-            _refuse(
-                labels[..., 1:],
-                crossing,
-                "labels",
-                f"the first token of a document must have label {IGNORED}: nothing of its own document predicts it",
-            )
-
-
-def _refuse(values: Tensor, bad: Tensor, name: str, rule: str) -> None:
-    if bool(bad.any()):
-        place = bad.nonzero()[0].tolist()
-        raise BatchError(
-            f"{name} holds {int(values[tuple(place)])} at {place} ({int(bad.sum())} such values)", why=rule
-        )
