@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -36,6 +37,16 @@ def exportable_experts(model: nn.Module, notes: Notes) -> Iterator[None]:
     for setting, found in by_setting.items():
         notes.add(f"experts: permute, grouped_linear, unpermute instead of {setting!r} in {summary(found)}")
     with replaced((vars(config), "_experts_implementation_internal", NAME) for config in configs.values()):
+        yield
+
+
+@contextmanager
+def loops_in_double(model: nn.Module, notes: Notes) -> Iterator[None]:
+    """Float64 experts run the class's own loop: the grouped products of torch take no doubles."""
+    modules = [module for module in model.modules() if _is_pluggable(module)]
+    wide = [module for module in modules if any(p.dtype == torch.float64 for p in module.parameters())]
+    configs = {id(module.config): module.config for module in wide}
+    with replaced((vars(config), "_experts_implementation_internal", "eager") for config in configs.values()):
         yield
 
 

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from moec.compiler.errors import UnsupportedModelError
 from moec.compiler.plan import Plan
+from moec.compiler.symbolic import TrustTopK
 from moec.models.huggingface.swaps import Notes, Replacement, forward_of, replaced, summary
 
 
@@ -88,22 +88,9 @@ def symbolic_min(*values: Any, **options: Any) -> Any:
     return reduce(torch.sym_min, values)
 
 
-class _TrustTopK(TorchFunctionMode):
-    """A symbolic number of choices is not compared with the size: the shape solver cannot prove min(k, n) <= n."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        k = next((value for value in (*args, *(kwargs or {}).values()) if isinstance(value, torch.SymInt)), None)
-        if func not in (torch.topk, Tensor.topk) or k is None:
-            return func(*args, **(kwargs or {}))
-        with k.node.shape_env.suppress_guards():
-            return func(*args, **(kwargs or {}))
-
-
 def _trusting_topk(forward: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        with _TrustTopK():
+        with TrustTopK():
             return forward(*args, **kwargs)
 
     return run

@@ -22,7 +22,7 @@ from moec.compiler.errors import UnsupportedModelError
 from moec.compiler.plan import Plan
 from moec.models.huggingface import documents, plain
 from moec.models.huggingface.attention import exportable_attention
-from moec.models.huggingface.experts import exportable_experts
+from moec.models.huggingface.experts import exportable_experts, loops_in_double
 from moec.models.huggingface.linear_attention import exportable_linear_attention, token_by_token
 from moec.models.huggingface.router_logits import BalanceLoss
 from moec.models.huggingface.swaps import Notes, Swap, replaced
@@ -109,6 +109,7 @@ class HuggingFaceView(nn.Module):
         total = torch.zeros((), device=input_ids.device)
         with (
             token_by_token(self.model, Notes()),
+            loops_in_double(self.model, Notes()),
             self._balance.hooks(self.model, Notes()),
             self._balance.collecting() as logits,
         ):
