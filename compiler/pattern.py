@@ -460,8 +460,10 @@ def _outside_text(node: fx.Node) -> str:
 
 
 def _names(targets: Targets) -> str:
-    names = sorted(str(target) if isinstance(target, OpOverload) else target.__name__ for target in targets)
-    return names[0] if len(names) == 1 else f"one of {', '.join(names)}"
+    """Names of the ops, the ones that a pattern is about rather than its optional casts, four at most."""
+    names = [str(t) if isinstance(t, OpOverload) else t.__name__ for t in (targets - CASTS or targets)]
+    shown = sorted(names)[:4] + ["..."] * (len(names) > 4)
+    return shown[0] if len(shown) == 1 else f"one of {', '.join(shown)}"
 
 
 def _text(found: Any) -> str:

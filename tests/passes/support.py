@@ -79,7 +79,8 @@ def check(
 ) -> tuple[Unit, Report]:
     """Run normalize, `before` and then `step` on the unit of `module`, and compare results and gradients.
 
-    bound: on |a - b| / |b| per tensor, but 1e-5 at least for gradients. exact: bitwise instead. Returns the rewritten unit and the report of `step`.
+    bound: on |a - b| / |b| per tensor, but 1e-5 at least for gradients. exact: bitwise instead. Returns the rewritten
+    unit and the report of `step`.
     """
     unit = unit_of(module, *args)
     wanted = run_unit(unit, module, args)
