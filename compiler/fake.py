@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -60,9 +61,10 @@ def _fake_of(value: Tensor, mode: FakeTensorMode) -> Tensor:
     return fake
 
 
-def _named_slots(module: nn.Module) -> Iterator[tuple[dict[str, Tensor], str, Tensor]]:
+def _named_slots(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
     for child in module.modules():
-        for table in (child._parameters, child._buffers):
+        tables: tuple[dict[str, Any], ...] = (child._parameters, child._buffers)
+        for table in tables:
             for name, value in list(table.items()):
                 if value is not None:
                     yield table, name, value

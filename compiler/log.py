@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -49,7 +50,7 @@ class PassLog:
         return [f"{r.name} on {r.unit}: {r.warning}" for r in self.records if r.warning]
 
     def __str__(self) -> str:
-        console = Console(width=120, record=True, file=_Nowhere())
+        console = Console(width=120, record=True, file=io.StringIO())
         for part in self.renderables():
             console.print(part)
         return console.export_text().rstrip()
@@ -139,11 +140,3 @@ def _summary(items: Sequence[str]) -> str:
     for item in items:
         counts[item] = counts.get(item, 0) + 1
     return ", ".join(f"{n} x {item}" if n > 1 else item for item, n in counts.items())
-
-
-class _Nowhere:
-    def write(self, text: str) -> int:
-        return len(text)
-
-    def flush(self) -> None:
-        return None

@@ -163,7 +163,7 @@ def _build(cls: type[Any], values: Mapping[str, Any], prefix: str) -> Any:
 def _convert(hint: Any, value: Any, name: str) -> Any:
     origin, options = typing.get_origin(hint), typing.get_args(hint)
     if dataclasses.is_dataclass(hint):
-        if isinstance(value, hint):
+        if isinstance(value, typing.cast(type[Any], hint)):
             return value
         if not isinstance(value, Mapping):
             raise _type_error(name, value, "a mapping of fields")

@@ -125,8 +125,9 @@ def patched_forwards(
     finally:
         for path, body in regions.items():
             del body.forward
-            if before[path] is not None:
-                body.forward = before[path]  # type: ignore[method-assign]
+            own = before[path]
+            if own is not None:
+                body.forward = own  # type: ignore[method-assign]
 
 
 def _outermost(candidates: dict[str, nn.Module]) -> dict[str, nn.Module]:
@@ -229,7 +230,7 @@ def _input_names(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
         bound = inspect.signature(forward).bind(*args, **kwargs).arguments
     except (TypeError, ValueError):
         bound = {f"input{i}": value for i, value in enumerate(args)} | kwargs
-    flat = []
+    flat: list[str] = []
     for name, value in bound.items():
         inner = value.items() if name == "kwargs" and isinstance(value, dict) else [(name, value)]
         for label, item in inner:

@@ -125,7 +125,8 @@ def _convert(model: nn.Module, dtype: torch.dtype | None, device: torch.device |
     """`model.to(device, dtype)`, which cannot exchange fake parameters."""
     converted: dict[int, Tensor] = {}
     for module in model.modules():
-        for table in (module._parameters, module._buffers):
+        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for table in tables:
             for name, value in table.items():
                 if value is not None:
                     table[name] = converted.setdefault(id(value), _converted(value, dtype, device))

@@ -136,7 +136,8 @@ def prepare(
 ) -> Prepared:
     """Everything before the output: pair sums, triangular solve, and the pass over the chunk states."""
     dtype, groups = math_dtype(v.dtype), v.shape[2] // q.shape[2]
-    layout = Layout.of(*v.shape[:3], chunk)
+    batch, length, heads = v.shape[:3]
+    layout = Layout.of(batch, length, heads, chunk)
     if groups > 1:
         q, k = q.repeat_interleave(groups, 2), k.repeat_interleave(groups, 2)
     q, k, v, beta = (layout.cut(value, dtype) for value in (q, k, v, beta.unsqueeze(-1)))
