@@ -1,4 +1,7 @@
-"""What a graph costs: FLOPs from the dialect's formulas and a table for ATen, bytes from the values it touches."""
+"""What a graph costs: FLOPs from the dialect's formulas and a table for ATen, bytes from the values it touches.
+
+A symbolic size counts by its hint, the size it had when the graph was traced.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +33,14 @@ def node_flops(node: fx.Node) -> float:
     definition = lookup(node.target)
     if definition is not None:
         if node.target is definition.op:
-            return _number(definition.flops_of(args, kwargs))
-        return _number(definition.backward_flops_of(_forward_arguments(definition, node), {}))
+            return float(definition.flops_of(args, kwargs))
+        return float(definition.backward_flops_of((), _forward_arguments(definition, node)))
     rule = _FLOPS.get(node.target)
     if rule is not None:
-        return float(size_hint(rule(args)))
+        return float(rule(args))
     if _is_free(node):
         return 0.0
-    return float(sum(size_hint(t.numel()) for t in _tensors(node.meta.get("val"))))
+    return float(sum(t.numel() for t in _tensors(_values(node))))
 
 
 def node_bytes(node: fx.Node) -> float:
@@ -48,29 +51,28 @@ def node_bytes(node: fx.Node) -> float:
     return float(read + nbytes(node.meta.get("val")))
 
 
-def _forward_arguments(definition: Any, node: fx.Node) -> list[Any]:
-    """A backward op's tensors under the forward's names, where the names agree."""
-    given = dict(zip([a.name for a in node.target._schema.arguments], node.args, strict=False))  # type: ignore[union-attr]
-    return [_values(given.get(argument.name)) for argument in definition.op._schema.arguments]
+def _forward_arguments(definition: Any, node: fx.Node) -> dict[str, Any]:
+    """What a call of a backward op gives under names of the forward's arguments."""
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    wanted = {argument.name for argument in definition.op._schema.arguments}
+    return {name: _values(value) for name, value in given.items() if name in wanted}
 
 
 def _values(value: Any) -> Any:
     if isinstance(value, fx.Node):
-        return value.meta.get("val")
+        return _values(value.meta.get("val"))
     if isinstance(value, list | tuple):
         return [_values(item) for item in value]
-    return value
+    if isinstance(value, Tensor):
+        return torch.empty([size_hint(size) for size in value.shape], dtype=value.dtype, device="meta")
+    return size_hint(value) if isinstance(value, torch.SymInt) else value
 
 
 def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
     return [item for item in value if isinstance(item, Tensor)] if isinstance(value, list | tuple) else []
-
-
-def _number(value: Any) -> float:
-    symbols = getattr(value, "free_symbols", ())
-    return float(value.subs(dict.fromkeys(symbols, 1))) if symbols else float(value)
 
 
 def _is_free(node: fx.Node) -> bool:

@@ -42,9 +42,17 @@ def lower(graph: fx.Graph) -> dict[str, str]:
     chosen: dict[str, str] = {}
     for node in graph.nodes:
         if lookup(node.target) is not None:
-            name = str(node.target)
-            chosen[name] = _choose(node)
+            add_choice(chosen, str(node.target), _choose(node))
     return chosen
+
+
+def add_choice(chosen: dict[str, str], op: str, text: str) -> None:
+    """Note a choice beside those made elsewhere for the same op."""
+    before = chosen.get(op)
+    if before is None:
+        chosen[op] = text
+    elif text not in before.split(_AND):
+        chosen[op] = f"{before}{_AND}{text}"
 
 
 def _choose(node: fx.Node) -> str:
@@ -98,6 +106,7 @@ def _delta_width(node: fx.Node) -> int:
     return int(_argument(node, "q").meta["val"].shape[-1])
 
 
+_AND = " / "
 _OPS = torch.ops.moec
 TUNING: dict[OpOverload, Callable[[fx.Node], Tuning | None]] = {
     _OPS.kda.default: _short_chunks(_kda_width),

@@ -29,7 +29,7 @@ from moec.compiler.dynamo import dynamo_units, path_in, runnable
 from moec.compiler.errors import PlanError
 from moec.compiler.graph import Program, Unit
 from moec.compiler.log import PassLog, StageTime
-from moec.compiler.lower import lower
+from moec.compiler.lower import add_choice, lower
 from moec.compiler.pass_manager import Pass, PassContext, PassRecord, Pipeline
 from moec.compiler.plan import Plan
 from moec.compiler.spec import check_stage
@@ -139,7 +139,8 @@ def _executable(module: fx.GraphModule, log: PassLog) -> Callable[[list[Any]], A
         if node.target in _VIEWS:
             # A real kernel may return other strides than its fake (softplus_backward does); then `view` would fail.
             node.target = aten.reshape.default
-    log.lowering |= lower(module.graph)
+    for op, text in lower(module.graph).items():
+        add_choice(log.lowering, op, text)
     module.graph.set_codegen(BoxedCodeGen())
     module.recompile()
     forward = module.forward

@@ -31,7 +31,7 @@ from moec.compiler.differentiate import Joint, differentiate
 from moec.compiler.errors import PlanError, UnsupportedModelError
 from moec.compiler.graph import OUTER, Unit
 from moec.compiler.log import PassLog, StageTime
-from moec.compiler.lower import lower
+from moec.compiler.lower import add_choice, lower
 from moec.compiler.partition import Partitioned, partition
 from moec.compiler.pass_manager import Pass, PassContext, Pipeline
 from moec.compiler.plan import Plan
@@ -263,7 +263,8 @@ def _differentiate_and_place(result: Compilation) -> None:
     with _timed(log, "lowered"):
         for _, parts in everything:
             for graph in (parts.forward, parts.backward):
-                log.lowering |= lower(graph)
+                for op, text in lower(graph).items():
+                    add_choice(log.lowering, op, text)
     result.stages["lowered"] = _placed_graphs("lowered", everything)
 
 
