@@ -82,7 +82,7 @@ class PassLog:
         for number, line in enumerate(path.read_text().splitlines(), 1):
             try:
                 log._add(json.loads(line))
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ArtifactError(f"{path} line {number} is not a log entry", why=str(error)) from error
         return log
 

@@ -46,7 +46,7 @@ class RegionTemplate(Protocol):
         ...
 
     def run(self, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
-        """Execute the template's graph on real tensors, differentiably."""
+        """Execute the template's graph on real tensors."""
         ...
 
 
@@ -85,18 +85,8 @@ def region_backward(
     saved: Sequence[Tensor],
     grads: Sequence[Tensor],
 ) -> list[Tensor]:
-    """Gradients of one call of a layer template, by autograd over its graph."""
-    known = _TEMPLATES[template]
-    leaves = [value.detach().requires_grad_(i in known.grad_positions) for i, value in enumerate([*inputs, *weights])]
-    with torch.enable_grad():
-        results = known.run(leaves[: len(inputs)], leaves[len(inputs) :])
-    outputs = [results[i] for i in known.tangent_positions]
-    wanted = [leaves[i] for i in known.grad_positions]
-    found = torch.autograd.grad(outputs, wanted, list(grads), allow_unused=True)
-    return [
-        torch.zeros_like(leaf) if grad is None else grad.clone(memory_format=torch.contiguous_format)
-        for leaf, grad in zip(wanted, found, strict=True)
-    ]
+    """Gradients of one call of a layer template. Only traced: autograd does not reach into an op that runs."""
+    raise AssertionError("moec::region_backward stands for the emitted backward of a layer and never runs")
 
 
 @region_backward.register_fake

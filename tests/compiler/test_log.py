@@ -1,0 +1,96 @@
+"""The log: everything is in the text and in the JSON lines, which read back equal."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moec.compiler.errors import ArtifactError
+from moec.compiler.log import PassLog, StageTime
+from moec.compiler.partition import Placement
+from moec.compiler.pass_manager import Match, NearMiss, PassRecord
+
+
+def record(**changes: object) -> PassRecord:
+    values = {
+        "name": "recognize_norm",
+        "stage": "recognized",
+        "unit": "layer",
+        "instances": ("layers.0", "layers.1"),
+        "seconds": 0.25,
+        "matches": (Match("norm", "rms_norm"), Match("post", "rms_norm"), Match("out", "gated_norm")),
+        "near_misses": (NearMiss("odd", "norm", "the mean is over two dimensions"),),
+        "nodes_before": 20,
+        "nodes_after": 12,
+        "added": {"moec.rms_norm": 2},
+        "removed": {"aten.pow": 2},
+        "cost_before": {"flops": 4e9, "bytes": 10.0},
+        "cost_after": {"flops": 3e9, "bytes": 5.0},
+    }
+    return PassRecord(**{**values, **changes})  # type: ignore[arg-type]
+
+
+FULL = PassLog(
+    notes=["experts run as grouped products"],
+    near_misses=[NearMiss("layers.3", "Layer", "it returns no tensor")],
+    records=[
+        record(),
+        record(unit="model", matches=(), near_misses=(), warning="the graph has a softmax"),
+        record(name="fuse_kda", unit="model", matches=(), near_misses=()),
+    ],
+    placements={"layer": [Placement("tanh", "act", "aten.tanh.default", 64, "keep", "backward uses it")]},
+    lowering={"moec.kda.default": "reference"},
+    stages=[StageTime("captured", 1.5, 30), StageTime("emitted", 0.5, 0)],
+)
+
+
+def test_lines_read_back_equal(tmp_path: Path) -> None:
+    FULL.write(tmp_path / "log.jsonl")
+    assert PassLog.read(tmp_path / "log.jsonl") == FULL
+    kinds = [json.loads(line)["kind"] for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert set(kinds) == {"note", "near_miss", "pass", "placement", "lowering", "stage"}
+
+
+def test_an_empty_log_reads_back(tmp_path: Path) -> None:
+    PassLog().write(tmp_path / "log.jsonl")
+    assert PassLog.read(tmp_path / "log.jsonl") == PassLog()
+
+
+@pytest.mark.parametrize("line", ["not json", '{"kind": "pass"}', '{"kind": "what"}', "3", '{"text": "x"}'])
+def test_a_damaged_line_is_an_error_with_its_number(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    FULL.write(path)
+    path.write_text(path.read_text() + line + "\n")
+    number = len(path.read_text().splitlines())
+    with pytest.raises(ArtifactError, match=f"log.jsonl line {number} is not a log entry"):
+        PassLog.read(path)
+
+
+def test_the_text_says_it_all() -> None:
+    text = str(FULL)
+    for part in (
+        "note experts run as grouped products",
+        "not a template layers.3: it returns no tensor",
+        "2 x rms_norm, gated_norm",
+        "20->12",
+        "matched nothing recognize_norm on model: the graph has a softmax",
+        "captured",
+        "2.00",
+    ):
+        assert part in text, part
+
+
+def test_the_table_leaves_out_passes_with_nothing_to_say() -> None:
+    assert "fuse_kda" not in str(FULL)
+
+
+def test_matches_and_warnings_are_found_by_pass() -> None:
+    assert [(unit, match.path) for unit, match in FULL.matches("recognize_norm")] == [
+        ("layer", "norm"),
+        ("layer", "post"),
+        ("layer", "out"),
+    ]
+    assert FULL.matches("unknown") == []
+    assert FULL.warnings() == ["recognize_norm on model: the graph has a softmax"]
