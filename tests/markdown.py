@@ -1,7 +1,7 @@
 """Markdown files: their fenced blocks, tables and links, and the directives that say what a block or table must equal.
 
-A fenced block below `<!-- shows: SOURCE | SELECTOR | ... -->` is an excerpt of something real. Each selector picks lines of
-the source; left out lines show as "...". Without selectors the block is the whole source.
+A fenced block below `<!-- shows: SOURCE | SELECTOR | ... -->` is an excerpt of something real. Each selector picks
+lines of the source; left out lines show as "...". Without selectors the block is the whole source.
 
     lines FIRST .. LAST    from the first line that contains FIRST to the next one that contains LAST
     grep REGEX             every line that matches

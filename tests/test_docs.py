@@ -8,23 +8,28 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import chdir
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal
+from unittest import mock
 
 import pytest
+import torch
 import typer.main
 from typer.testing import CliRunner
 
 from moec.cli import app
 from moec.compiler.dialect import DEFINITIONS
+from moec.compiler.dialect.attention import _PAIRS
 from moec.compiler.log import PassLog
 from moec.compiler.plan import OptimizerPlan, Plan
 from moec.passes import SEMANTIC_PASSES
@@ -36,9 +41,14 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 ARTIFACT = Path("build/k3-tiny")
 COMPILE = f"moec compile k3-tiny --out {ARTIFACT} --set batch=2 --set length=64"
 
+TESTED_TORCH = runpy.run_path(str(ROOT / "tools" / "make_venv.py"))["TESTED_TORCH"]
+
 Rows = list[list[str | None]]
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+same_torch = pytest.mark.skipif(
+    not torch.__version__.startswith(TESTED_TORCH), reason=f"graphs are shown as torch {TESTED_TORCH} traces them"
+)
 
 
 @pytest.fixture(scope="session")
@@ -58,7 +68,8 @@ def ran(work: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[Path, dict
         shutil.copytree(work, folders[page])
     code = {str(folder): ["\n".join(b.lines) for b in _blocks(page) if _runs(b)] for page, folder in folders.items()}
     command = [sys.executable, "-P", str(ROOT / "tests" / "run_blocks.py")]
-    done = subprocess.run(command, input=json.dumps(code), capture_output=True, text=True)
+    without_gpu = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, input=json.dumps(code), capture_output=True, text=True, env=without_gpu)
     assert done.returncode == 0, done.stderr
     results = json.loads(done.stdout)
     return {page: results[str(folder)] for page, folder in folders.items()}
@@ -69,6 +80,7 @@ def test_python_runs(page: Path, ran: dict[Path, dict[str, Any]]) -> None:
     assert not ran[page]["error"], ran[page]["error"]
 
 
+@same_torch
 @pages
 def test_excerpts_are_real(page: Path, work: Path, ran: dict[Path, dict[str, Any]]) -> None:
     text, printed = page.read_text(), iter(ran[page]["printed"])
@@ -87,6 +99,7 @@ def test_excerpts_are_real(page: Path, work: Path, ran: dict[Path, dict[str, Any
         assert _untimed(block.lines) == _untimed(lines), shown
 
 
+@same_torch
 @pages
 def test_tables_are_complete(page: Path, work: Path) -> None:
     text = page.read_text()
@@ -123,8 +136,24 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pages
 def test_files_exist(page: Path, work: Path) -> None:
-    for name in re.findall(r"`([\w.-]+(?:/[\w.-]+)+\.(?:py|md|yaml|toml|jsonl?|txt))`", markdown.prose(page.read_text())):
+    for name in re.findall(
+        r"`([\w.-]+(?:/[\w.-]+)+\.(?:py|md|yaml|toml|jsonl?|txt))`", markdown.prose(page.read_text())
+    ):
         assert any((root / name).exists() for root in (ROOT, work, work / ARTIFACT)), f"{page.name}: {name}"
+
+
+@pages
+def test_nothing_is_shown_unchecked(page: Path) -> None:
+    """A misspelt directive, or output without one, would hold nothing to anything."""
+    unknown = [c for c in re.findall(r"<!-- (.*) -->", page.read_text()) if not c.startswith(("shows: ", "table: "))]
+    assert not unknown, f"{page.name}: {unknown}"
+    for block in _blocks(page):
+        if block.language == "yaml" and not block.shows:
+            Plan.from_yaml("\n".join(block.lines))
+        elif block.language == "console" and not block.shows:
+            assert all(line.startswith("$ ") for line in block.lines), f"{page.name}, line {block.first}"
+        else:
+            assert block.shows or block.language in ("python", "console", "mermaid"), f"{page.name}, line {block.first}"
 
 
 def test_every_page_is_reached_from_the_readme() -> None:
@@ -177,12 +206,8 @@ def _run(command: str, folder: Path) -> str:
     """Run a moec command line in a folder, as in a terminal 120 characters wide."""
     program, *arguments = shlex.split(command)
     assert program == "moec", command
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
+    with chdir(folder), mock.patch("torch.cuda.is_available", return_value=False):
         result = CliRunner().invoke(app, arguments, env={"COLUMNS": "120"}, catch_exceptions=False)
-    finally:
-        os.chdir(before)
     assert result.exit_code == 0, f"{command}: {result.output}"
     return result.output
 
@@ -262,8 +287,8 @@ def _operator_rows(_: Path) -> Rows:
                 f"`{name}`",
                 one.summary,
                 ", ".join(f"{value} [{', '.join(shape.split())}]" for value, shape in one.shapes.items()),
-                f"`{one.flops}`",
-                f"`{one.backward_flops}`" if one.backward is not None else "no gradient",
+                f"`{one.flops.replace(_PAIRS, 'P')}`",
+                f"`{one.backward_flops.replace(_PAIRS, 'P')}`" if one.backward is not None else "no gradient",
                 "yes" if one.recompute else "never",
                 one.source or "-",
             ]
@@ -291,8 +316,7 @@ def _log_rows(work: Path) -> Rows:
 
 
 def _filled(row: list[str | None], old: tuple[str, ...]) -> list[str]:
-    cells: Iterator[tuple[int, str | None]] = enumerate(row)
-    return [cell if cell is not None else (old[index] if index < len(old) else "") for index, cell in cells]
+    return [cell if cell is not None else "".join(old[index : index + 1]) for index, cell in enumerate(row)]
 
 
 TABLES: dict[str, Callable[[Path], Rows]] = {
