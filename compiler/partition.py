@@ -102,38 +102,34 @@ class _Chooser:
         return list(self._saved)
 
     def need(self, node: fx.Node) -> None:
-        """Make `node`'s value available in backward."""
+        """Make `node`'s value available in backward, and with it all that running it again takes."""
+        pending = [node]
+        while pending:
+            pending += reversed(self._decide(pending.pop()))
+
+    def _decide(self, node: fx.Node) -> list[fx.Node]:
+        """Place one value; returns the values that must be available for it."""
         if node.op == "placeholder" or node in self.again or node in self._saved or not _has_tensor(node):
-            return
-        if is_getitem(node) and not _is_view(node):
-            allowed, reason = may_recompute(node.args[0])  # type: ignore[arg-type]
-        else:
-            allowed, reason = may_recompute(node)
+            return []
+        maker = node.args[0] if is_getitem(node) and not _is_view(node) else node
+        assert isinstance(maker, fx.Node)
+        allowed, reason = may_recompute(maker)
         changed = _reads_any(node, self._written)
         if changed:
             allowed, reason = False, "it reads a buffer that the forward changes"
         if _is_view(node) and not changed:
-            self._run_again(node, "a view of a value at hand")
-        elif self._recompute and allowed:
-            self._run_again(node, "the plan's recompute rule")
-        else:
-            self._save(node, reason or "backward uses it")
+            return self._run_again(node, maker, "a view of a value at hand")
+        if self._recompute and allowed:
+            return self._run_again(node, maker, "the plan's recompute rule")
+        self._save(node, reason or "backward uses it")
+        return []
 
-    def _run_again(self, node: fx.Node, reason: str) -> None:
-        self.again.add(node)
+    def _run_again(self, node: fx.Node, maker: fx.Node, reason: str) -> list[fx.Node]:
+        """Run `node` again in backward; of several results of one op, the op runs again once."""
+        self.again |= {node, maker}
         if is_tensor(node) and not _is_view(node):
             self._note(node, "recompute", reason)
-        for source in node.all_input_nodes:
-            if is_getitem(node) and not _is_view(node):
-                self._run_again_tuple(source, reason)
-            else:
-                self.need(source)
-
-    def _run_again_tuple(self, node: fx.Node, reason: str) -> None:
-        if node not in self.again:
-            self.again.add(node)
-            for source in node.all_input_nodes:
-                self.need(source)
+        return maker.all_input_nodes
 
     def _save(self, node: fx.Node, reason: str) -> None:
         self._saved[node] = None

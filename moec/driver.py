@@ -10,8 +10,6 @@
 
 from __future__ import annotations
 
-import difflib
-import fnmatch
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -36,8 +34,9 @@ from moec.compiler.partition import Partitioned, partition
 from moec.compiler.pass_manager import Pass, PassContext, Pipeline
 from moec.compiler.plan import Plan
 from moec.compiler.printer import StageGraphs, graph_text
+from moec.compiler.recompute_rules import apply_recompute_rules
 from moec.compiler.region_op import templates_in_scope
-from moec.compiler.spec import check_stage
+from moec.compiler.spec import check_joint, check_placed, check_stage
 from moec.compiler.view import TrainingView
 from moec.models.adapters import training_view
 from moec.passes import SEMANTIC_PASSES
@@ -236,26 +235,26 @@ def _differentiate_and_place(result: Compilation) -> None:
     captured, plan, log = result.captured, result.plan, result.log
     graphs: dict[str, fx.Graph] = {}
     joints: dict[str, Joint] = {}
+    recomputed = apply_recompute_rules(captured, plan.recompute)
     with _timed(log, "joint") as count:
-        for template in captured.templates.values():
-            joints[template.name] = differentiate(template.unit)
-            graphs[template.name] = joints[template.name].graph
+        for unit in captured.program.templates():
+            joints[unit.name] = _differentiated(unit, plan)
+            graphs[unit.name] = joints[unit.name].graph
         count(graphs.values())
-    recomputed = _recompute_rules(plan, captured)
     with _timed(log, "placed") as count:
         for template in captured.templates.values():
-            parts = partition(joints[template.name], recompute=template.name in recomputed)
+            parts = _partitioned(joints[template.unit.name], plan, recompute=template.name in recomputed)
             template.place(parts)
             result.sections.append(Section(template, parts))
     with _timed(log, "joint (outer)") as count, templates_in_scope(captured.templates):
         _report_only(captured.program.outer)
-        outer = differentiate(captured.program.outer)
+        outer = _differentiated(captured.program.outer, plan)
         _by_path_only(outer)
         graphs[OUTER] = outer.graph
         count([outer.graph])
     result.stages["joint"] = StageGraphs("joint", {name: graph_text(graph) for name, graph in graphs.items()})
     with _timed(log, "placed (outer)") as count:
-        result.outer = partition(outer)
+        result.outer = _partitioned(outer, plan)
         everything = [*((s.template.name, s.parts) for s in result.sections), (OUTER, result.outer)]
         count(graph for _, parts in everything for graph in (parts.forward, parts.backward))
     log.placements = {name: parts.placements for name, parts in everything}
@@ -268,33 +267,18 @@ def _differentiate_and_place(result: Compilation) -> None:
     result.stages["lowered"] = _placed_graphs("lowered", everything)
 
 
-def _recompute_rules(plan: Plan, captured: Capture) -> set[str]:
-    """Templates that plan.recompute names; a pattern that matches no layer is an error, and so is a split template."""
-    chosen: set[str] = set()
-    for pattern in plan.recompute:
-        hit = False
-        for template in captured.templates.values():
-            matched = [path for path in template.paths if fnmatch.fnmatch(path, pattern)]
-            hit = hit or bool(matched)
-            if matched and len(matched) < len(template.paths):
-                template_rest = [path for path in template.paths if path not in matched]
-                raise PlanError(
-                    f"recompute rule {pattern!r} covers {matched[0]} but not {template_rest[0]}",
-                    where="plan.recompute",
-                    why=f"layers that share the template {template.name} are placed alike",
-                    hint="use a pattern that covers all layers of the kind",
-                )
-            if matched:
-                chosen.add(template.name)
-        if not hit:
-            paths = sorted({path for template in captured.templates.values() for path in template.paths})
-            near = difflib.get_close_matches(pattern, paths, n=3, cutoff=0.2) or paths[:3]
-            raise PlanError(
-                f"recompute rule {pattern!r} matches no layer",
-                where="plan.recompute",
-                hint=f"layers are, for example: {', '.join(near)}",
-            )
-    return chosen
+def _differentiated(unit: Unit, plan: Plan) -> Joint:
+    joint = differentiate(unit)
+    if plan.check:
+        check_joint(joint)
+    return joint
+
+
+def _partitioned(joint: Joint, plan: Plan, *, recompute: bool = False) -> Partitioned:
+    parts = partition(joint, recompute=recompute)
+    if plan.check:
+        check_placed(parts)
+    return parts
 
 
 def _report_only(unit: Unit) -> None:
