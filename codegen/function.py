@@ -144,9 +144,12 @@ class FunctionWriter:
 
     def _constant(self, node: fx.Node) -> str:
         value = getattr(self.attributes, str(node.target))
-        if value.numel() <= 16:
-            return f"torch.tensor({value.tolist()}, dtype={value.dtype}, device=DEVICE)"
-        name = f"{identifier(str(node.target))}"
+        if 0 < value.numel() <= 16:
+            return f"torch.tensor({literal(value.tolist())}, dtype={value.dtype}, device=DEVICE)"
+        name = base = identifier(str(node.target))
+        number = 2
+        while name in self.constants and self.constants[name] is not value:
+            name, number = f"{base}_{number}", number + 1
         self.constants[name] = value
         return f'CONSTANTS["{name}"]'
 

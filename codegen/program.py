@@ -24,6 +24,7 @@ from torch import Tensor, fx
 from moec.codegen.function import INDENT, FunctionWriter, fold, identifier
 from moec.compiler.dialect.registry import nbytes
 from moec.compiler.differentiate import is_getitem
+from moec.compiler.graph import Signature
 from moec.compiler.partition import Partitioned
 from moec.compiler.template import Template
 
@@ -86,7 +87,7 @@ def _preamble(header: str, device: torch.device) -> str:
 def _template_functions(section: Section, constants: dict[str, Tensor]) -> list[str]:
     template, parts = section.template, section.parts
     signature = parts.joint.unit.signature
-    inputs = [identifier(name) for name in signature.names("input")]
+    inputs = list(_locals(signature).values())
     forward_arguments = ["w", *inputs]
     saved_inputs = _inputs_of_backward(parts)
     forward = FunctionWriter(
@@ -163,12 +164,12 @@ def _model_forward(
     sections: Mapping[str, Section], outer: Partitioned, results: Sequence[str], constants: dict[str, Tensor]
 ) -> tuple[str, list[str]]:
     signature = outer.joint.unit.signature
-    names = signature.names("input")
+    names = {signature.inputs[index].name: name for index, name in _locals(signature).items()}
     writer = FunctionWriter(
         outer.forward,
         given=_input_texts(outer, outer.forward),
         owned=set(),
-        taken={*map(identifier, names), *_RESERVED},
+        taken={*names.values(), *_RESERVED},
         handlers={torch.ops.moec.region.default: _region_handler(sections)},
         attributes=outer.joint.module,
         constants=constants,
@@ -178,12 +179,12 @@ def _model_forward(
     statements = writer.lines(outputs)
     count, written = len(outer.joint.results), list(outer.joint.buffers)
     body = ['"""Results of one microbatch by name, and what backward() needs."""', 'w = state.scope("")']
-    body += [f'{identifier(name)} = batch["{name}"]' for name in names if _is_used(outer, name)]
+    body += [f'{local} = batch["{name}"]' for name, local in names.items() if _is_used(outer, name)]
     body += ["saved = {}", *statements]
     for name, node in zip(written, outputs[count : count + len(written)], strict=True):
         body += fold(f'w["{name}"].copy_({writer.text(node)})')
     saved = [writer.text(node) for node in outputs[count + len(written) :]]
-    body += fold(f'saved["model"] = [{", ".join([*saved, *_inputs_of_backward(outer)])}]')
+    body += fold(f'saved[""] = [{", ".join([*saved, *_inputs_of_backward(outer)])}]')
     pairs = [f'"{name}": {writer.text(node)}' for name, node in zip(results, outputs[:count], strict=True)]
     body += fold(f"results = {{{', '.join(pairs)}}}")
     body.append("return results, saved")
@@ -226,7 +227,7 @@ def _model_backward(
     }
     unpack = [*saved_names, *saved_inputs]
     body = ['"""Add the gradients of one microbatch to the state."""', 'w = state.scope("")']
-    body += [*fold(f'[{", ".join(unpack)}] = saved.pop("model")')] if unpack else []
+    body += [*fold(f'[{", ".join(unpack)}] = saved.pop("")')] if unpack else []
     body.append(f"seed = torch.ones((), dtype={seed_dtype}, device=DEVICE)")
     body += writer.lines(())
     for node, wanted in own.items():
@@ -322,21 +323,32 @@ def _only_output(node: fx.Node) -> bool:
 
 def _input_texts(parts: Partitioned, graph: fx.Graph) -> dict[fx.Node, str]:
     signature = parts.joint.unit.signature
+    names = _locals(signature)
     texts = {}
     for node in graph.find_nodes(op="placeholder"):
         kind, index = node.meta["role"]
         if kind == "input":
-            value = signature.inputs[index]
-            texts[node] = identifier(value.name) if value.kind == "input" else f'w["{value.name}"]'
+            texts[node] = names.get(index) or f'w["{signature.inputs[index].name}"]'
     return texts
+
+
+def _locals(signature: Signature) -> dict[int, str]:
+    """Index of each input (not weight or buffer) -> a variable of its own."""
+    names: dict[int, str] = {}
+    for index, value in enumerate(signature.inputs):
+        if value.kind == "input":
+            name = identifier(value.name)
+            while name in _RESERVED or name.startswith("d_output") or name in names.values():
+                name = f"{name}_"
+            names[index] = name
+    return names
 
 
 def _inputs_of_backward(parts: Partitioned) -> list[str]:
     """Names of the inputs (not weights) that the backward reads; they are saved by reference."""
-    signature = parts.joint.unit.signature
+    names = _locals(parts.joint.unit.signature)
     roles = [node.meta["role"] for node in parts.backward.find_nodes(op="placeholder")]
-    inputs = [signature.inputs[index] for kind, index in roles if kind == "input"]
-    return [identifier(value.name) for value in inputs if value.kind == "input"]
+    return [names[index] for kind, index in roles if kind == "input" and index in names]
 
 
 def _is_used(parts: Partitioned, name: str) -> bool:

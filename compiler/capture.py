@@ -29,6 +29,7 @@ from moec.compiler.graph import OUTER, InputValue, OutputValue, Program, Signatu
 from moec.compiler.naming import template_names
 from moec.compiler.pass_manager import NearMiss
 from moec.compiler.plan import Plan
+from moec.compiler.python_gradients import PythonGradient, hooked_parameters, refuse_python_gradients
 from moec.compiler.region_op import region, templates_in_scope
 from moec.compiler.regions import Probe, RegionCall, find_regions, patched_forwards, probe, weight_slots
 from moec.compiler.symbolic import TrustTopK
@@ -57,6 +58,14 @@ def capture(view: TrainingView, plan: Plan, inputs: dict[str, Tensor]) -> Captur
     Raises CaptureError with the module path and source line when the model cannot be traced into one graph.
     """
     module, root = view.module, _root(view)
+    hooked = hooked_parameters(root)
+    if hooked:
+        raise CaptureError(
+            f"the parameter {hooked[0]} has a hook on its gradient",
+            where=", ".join(hooked),
+            why="a compiled step computes gradients itself and calls no hooks of autograd",
+            hint="remove the hook, or do its work in the model's forward",
+        )
     mode = fake_mode_of(module)
     with ExitStack() as stack:
         stack.enter_context(view.prepare())
@@ -76,7 +85,7 @@ def _root(view: TrainingView) -> nn.Module:
 
 
 def _probe(view: TrainingView, regions: dict[str, nn.Module], fakes: dict[str, Tensor], mode: Any) -> Probe:
-    with mode, torch.enable_grad():
+    with mode, torch.enable_grad(), refuse_python_gradients():
         try:
             return probe(view.module, regions, lambda: view.module(**fakes))
         except (RuntimeError, ValueError, TypeError, AssertionError, NotImplementedError) as error:
@@ -252,14 +261,23 @@ def _capture_error(what: str, error: Exception, root: nn.Module) -> CaptureError
     text = str(error).strip().splitlines()
     reason = next((line.strip() for line in text if line.strip()), type(error).__name__)
     data_dependent = any(word in str(error) for word in ("data-dependent", "data dependent", "GuardOnDataDependent"))
+    if isinstance(error, PythonGradient):
+        hint = (
+            "make it an op (torch.library.custom_op with register_autograd), or write it in plain operations; "
+            'torch.compile(backend="moec") takes it as it is'
+        )
+    elif data_dependent:
+        hint = (
+            "its control flow or a size depends on the data: replace the loop or `.tolist()` by an op with fixed "
+            "shapes (for experts: stacked weights and moec's grouped ops)"
+        )
+    else:
+        hint = "run the model once in eager mode with the plan's batch and length to see whether it is the model's own"
     return CaptureError(
         f"{what} cannot be traced into one graph",
         where=_user_frame(error, root),
         why=f"{type(error).__name__}: {reason}",
-        hint="its control flow or a size depends on the data: replace the loop or `.tolist()` by an op with fixed "
-        "shapes (for experts: stacked weights and moec's grouped ops)"
-        if data_dependent
-        else "run the model once in eager mode with the plan's batch and length to see whether it is the model's own",
+        hint=hint,
     )
 
 

@@ -6,12 +6,14 @@ never by position. The joint graph is functional: buffers that the unit writes c
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, fx
 
@@ -125,7 +127,7 @@ def _read(unit: Unit, module: fx.GraphModule) -> Joint:
             case TangentAOTInput(output=PlainAOTOutput(idx=index)):
                 tangents[index] = node
             case TangentAOTInput(output=InputMutationAOTOutput()):
-                node.meta["unused_tangent"] = True
+                _be_zero(node)  # a step never hands a gradient to the next one through a buffer
             case other:
                 raise PassError(f"differentiation of {unit.name} made an argument moec does not know: {other}")
     output = graph.output_node()
@@ -151,6 +153,16 @@ def _read(unit: Unit, module: fx.GraphModule) -> Joint:
     ordered = [results[i] for i in sorted(results)]
     tangents = dict(sorted(tangents.items()))
     return Joint(unit, graph, module, [n for n in inputs if n is not None], tangents, ordered, buffers, grads)
+
+
+def _be_zero(tangent: fx.Node) -> None:
+    value = tangent.meta["val"]
+    with tangent.graph.inserting_after(tangent.graph.find_nodes(op="placeholder")[-1]):
+        zeros = tangent.graph.call_function(
+            aten.zeros.default, (list(value.shape),), {"dtype": value.dtype, "device": value.device}
+        )
+    zeros.meta = {"val": value, "partitioner_tag": "is_backward"}
+    tangent.replace_all_uses_with(zeros)
 
 
 def _carry_paths(graph: fx.Graph) -> None:
@@ -201,16 +213,42 @@ def _clean(joint: Joint) -> None:
 
 
 def _rebase_sizes(joint: Joint) -> None:
-    """Read every size from an input of the unit, so that forward and backward can both compute it."""
-    homes: dict[str, tuple[fx.Node, int]] = {}
+    """Compute every size from sizes of the unit's inputs, so that forward and backward both can."""
+    homes: dict[sympy.Expr, tuple[fx.Node, int]] = {}
     for node in joint.inputs:
         for dim, size in enumerate(node.meta["val"].shape):
             if isinstance(size, torch.SymInt):
-                homes.setdefault(str(size), (node, dim))
+                homes.setdefault(size.node.expr, (node, dim))
     for node in joint.graph.find_nodes(op="call_function", target=aten.sym_size.int):
-        home = homes.get(str(node.meta["val"]))
-        if home is not None:
-            node.args = home
+        expression = node.meta["val"].node.expr
+        if expression in homes:
+            node.args = homes[expression]
+        elif expression.free_symbols <= homes.keys():
+            with joint.graph.inserting_before(node):
+                node.replace_all_uses_with(_size(joint.graph, expression, homes))
+            joint.graph.erase_node(node)
+
+
+def _size(graph: fx.Graph, expression: sympy.Expr, homes: dict[sympy.Expr, tuple[fx.Node, int]]) -> Any:
+    """Nodes that compute a size from those in `homes`; a number where nothing is symbolic."""
+    if expression.is_Integer:
+        return int(expression)
+    if expression in homes:
+        return _call(graph, aten.sym_size.int, *homes[expression])
+    operation = _SIZE_OPERATIONS.get(type(expression).__name__)
+    if operation is None:
+        raise PassError(f"a size of the joint graph is {expression}, which moec cannot compute from input sizes")
+    parts = [_size(graph, part, homes) for part in expression.args]
+    return functools.reduce(lambda one, two: _call(graph, operation, one, two), parts)
+
+
+def _call(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
+    node = graph.call_function(target, args)
+    node.meta = {
+        "val": target(*(arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in args)),
+        "custom": {"path": ""},
+    }
+    return node
 
 
 def _value_of(node: fx.Node) -> fx.Node | None:
@@ -242,6 +280,17 @@ def _same_kind(one: fx.Node, two: fx.Node) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and a.device == b.device
 
 
+_SIZE_OPERATIONS: dict[str, Callable[..., Any]] = {
+    "Add": operator.add,
+    "Mul": operator.mul,
+    "Pow": operator.pow,
+    "FloorDiv": operator.floordiv,
+    "CleanDiv": operator.floordiv,
+    "Mod": operator.mod,
+    "PythonMod": operator.mod,
+    "Max": torch.sym_max,
+    "Min": torch.sym_min,
+}
 _NO_OPS = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default}
 _VIEWS = {aten.view.default, aten._unsafe_view.default}
 

@@ -21,7 +21,7 @@ from moec.compiler.graph import Unit, tensor_meta
 from moec.compiler.pass_manager import Match, Pass, PassContext, Report
 from moec.compiler.pattern import CASTS, Targets, aten, bound_args, source_of, target_name
 from moec.passes.aliases import mutated_aliases
-from moec.passes.inplace import make_functional
+from moec.passes.inplace import is_mutation, make_functional
 from moec.passes.rewrite import Rewriter, erase_dead
 
 _DETACH = aten("detach.default")
@@ -71,6 +71,8 @@ def _inline(graph: fx.Graph, call: fx.Node, inner: fx.GraphModule, inputs: list[
         for node in inner.graph.nodes:
             if node.op == "call_function":
                 environment[node] = graph.node_copy(node, environment.__getitem__)
+                if not enabled and is_mutation(node):
+                    _detach_written(Rewriter(graph, [], environment[node]), environment[node])
     results: Any = fx.map_arg(inner.graph.output_node().args[0], environment.__getitem__)
     rewriter = Rewriter(graph, [], call)
     for user in list(call.users):
@@ -81,6 +83,18 @@ def _inline(graph: fx.Graph, call: fx.Node, inner: fx.GraphModule, inputs: list[
         user.replace_all_uses_with(value)
         graph.erase_node(user)
     graph.erase_node(call)
+
+
+def _detach_written(rewriter: Rewriter, write: fx.Node) -> None:
+    """What is written under no_grad carries no gradient into a value from outside, such as a running mean."""
+
+    def detached(value: fx.Node) -> fx.Node:
+        tensor = tensor_meta(value)
+        floating = tensor is not None and (tensor.is_floating_point() or tensor.is_complex())
+        return rewriter.call(torch.ops.aten.detach.default, value) if floating else value
+
+    written, *others = write.args
+    write.args = (written, *fx.map_arg(tuple(others), detached))
 
 
 def _fold(graph: fx.Graph, counts: Counter[str]) -> None:

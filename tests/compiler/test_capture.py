@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from moec.compiler.capture import Capture, capture
 from moec.compiler.errors import CaptureError
@@ -253,6 +254,74 @@ def test_data_dependent_control_flow_is_refused_with_the_line(layer: type[Layer]
     assert error.where.startswith(f"layers.0, {__file__}:")
     assert error.where.endswith("in forward")
     assert "its control flow or a size depends on the data" in error.hint
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * grad
+
+
+class WithFunction(Layer):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(Doubled.apply(hidden))
+
+
+class WithHook(Layer):
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = self.gate(hidden)
+        hidden.register_hook(lambda grad: 2 * grad)
+        return hidden
+
+
+class WithCheckpoint(Layer):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return checkpoint(super().forward, hidden, use_reentrant=True)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("layer", "says"),
+    [
+        (WithFunction, "Doubled is a torch.autograd.Function"),
+        (WithHook, "is a hook on a gradient"),
+        (WithCheckpoint, "CheckpointFunction is a torch.autograd.Function"),
+    ],
+)
+def test_gradients_written_in_python_are_refused(layer: type[Layer], says: str) -> None:
+    """A trace would keep the forward and give a wrong gradient."""
+    model = seeded(Language, layer(), layer())
+    with pytest.raises(CaptureError) as caught:
+        captured(model)
+    assert caught.value.where.startswith(f"layers.0, {__file__}:")
+    assert says in caught.value.why
+    assert "custom_op" in caught.value.hint
+    model(**batch_for(PLAN)).backward()
+    assert torch.autograd.Function.apply.__func__.__module__ == "torch.autograd.function", "restored"
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_on_parameters_are_refused(register: str) -> None:
+    model = seeded(Language, Layer(), Layer())
+    handle = getattr(model.layers[1].up.weight, register)(lambda grad: None)
+    with pytest.raises(CaptureError, match=r"the parameter layers.1.up.weight has a hook on its gradient"):
+        captured(model)
+    handle.remove()
+    captured(model)
+
+
+def test_python_gradients_that_do_not_matter_are_taken() -> None:
+    class Quiet(Layer):
+        def forward(self, hidden: Tensor) -> Tensor:
+            with torch.no_grad():
+                scale = Doubled.apply(self.gate(hidden)).sigmoid()
+            return super().forward(hidden) * scale
+
+    model = seeded(Language, Quiet(), Quiet())
+    assert_same_loss(captured(model), model, batch_for(PLAN))
 
 
 def test_a_model_that_fails_by_itself_is_said_to() -> None:

@@ -117,6 +117,47 @@ def test_gradients_of_dialect_ops_are_their_backward_ops() -> None:
     assert_same(run_joint(joint, module, args, tangents), autograd(module, args, tangents), {"x": "input 0"})
 
 
+def test_nothing_flows_back_through_a_buffer_that_is_written() -> None:
+    """A running mean outside no_grad: its new value has a gradient in the graph, which no later step hands back."""
+
+    class Running(nn.Module):
+        mean: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.mean.mul_(0.5).add_(x.mean(0))
+            return x * self.mean.clone()
+
+    args, tangents = (torch.randn(3, 4, requires_grad=True),), {0: torch.randn(3, 4)}
+    joint = differentiate(unit_of(Running(), *args))
+    assert list(joint.tangents) == [0]
+    found = run_joint(joint, Running(), args, tangents)
+    assert_same(found, autograd(module := Running(), args, tangents), {"x": "input 0"})
+    assert not torch.equal(module.mean, torch.ones(4))
+
+
+def test_sizes_of_intermediate_values_are_computed_from_those_of_inputs() -> None:
+    class Shifted(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            rows = torch.cat([x[1:], x])
+            return rows.flip(0)[:-1].exp().reshape(-1) * x[1:].numel()
+
+    args = (torch.randn(6, 4, requires_grad=True),)
+    unit = unit_of(Shifted(), *args, dynamic_shapes=({0: torch.export.Dim("n", min=3, max=64)},))
+    joint = differentiate(unit)
+    sizes = joint.graph.find_nodes(op="call_function", target=aten.sym_size.int)
+    assert all(node.args[0] in joint.inputs for node in sizes)
+    for rows in (4, 7, 64):
+        given = (torch.randn(rows, 4, requires_grad=True),)
+        tangents = {0: torch.randn(4 * (2 * rows - 2))}
+        assert_same(
+            run_joint(joint, Shifted(), given, tangents), autograd(Shifted(), given, tangents), {"x": "input 0"}
+        )
+
+
 def test_sizes_are_read_from_inputs() -> None:
     class Pool(nn.Module):
         def __init__(self) -> None:
