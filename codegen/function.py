@@ -241,7 +241,7 @@ def _wrapped(text: str, opening: int) -> list[str]:
 
 def identifier(text: str) -> str:
     """A valid lower-case Python identifier made from a path or op name."""
-    name = re.sub(r"\W+", "_", text).strip("_").lower() or "value"
+    name = re.sub(r"\W+", "_", text, flags=re.ASCII).strip("_").lower() or "value"
     return (
         f"{name}_" if keyword.iskeyword(name) or hasattr(builtins, name) else f"v_{name}" if name[0].isdigit() else name
     )
