@@ -1,0 +1,127 @@
+"""The main job: `python -m moec.demo --preset k3-tiny --out demo-out`.
+
+1. Take text from the source of the Python standard library of this machine (demo_text.py).
+2. Compile a training step for the preset, and train through it.
+3. Measure the loss on text that was held out. It must end below the target, and below what frequencies of byte pairs
+   give: the feed-forward layers alone can learn those, so only working token mixers come below.
+4. Train a second model of the same seed on the same batches in eager PyTorch, and show both loss curves.
+5. Say where everything is. The exit code is 1 when the loss or the curves miss their bounds.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from moec.compiler.errors import ArtifactError, MoecError
+
+if TYPE_CHECKING:
+    from moec.demo_run import Outcome
+
+CORES = 2
+
+
+def main(
+    preset: Annotated[str, typer.Option(help="k3-tiny or k3-dsa-tiny.")] = "k3-tiny",
+    out: Annotated[Path, typer.Option(help="Folder to write; an earlier demo in it is replaced.")] = Path("demo-out"),
+) -> None:
+    """Train a tiny model on Python source through its compiled step, and compare with eager PyTorch."""
+    # Must be set before torch is imported. Threads that wait by spinning take the cores from those that work as soon
+    # as anything else runs on the machine, and the run becomes ten times slower.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    started = time.perf_counter()
+    console = Console()
+    try:
+        outcome = _run(preset, out, console)
+    except MoecError as error:
+        Console(stderr=True).print(Text(f"error: {error}", style="red"), soft_wrap=True)
+        raise typer.Exit(2) from error
+    for part in report(outcome):
+        console.print(part, soft_wrap=True)
+    console.print(f"{time.perf_counter() - started:.0f} s in all. Where to look next:")
+    for what, where in next_steps(preset, out).items():
+        console.print(f"  {what:30}{where}", highlight=False, markup=False, soft_wrap=True)
+    failures = outcome.failures()
+    for failure in failures:
+        console.print(f"[red]missed:[/red] {failure}")
+    if failures:
+        raise typer.Exit(1)
+
+
+def report(outcome: Outcome) -> list[Table | str]:
+    """The two curves side by side, and what the loss means."""
+    from moec.demo_run import CURVE_BOUND, TARGET
+
+    table = Table(title="the same steps, compiled and eager", title_justify="left", pad_edge=False)
+    for title in ("step", "compiled", "eager", "difference"):
+        table.add_column(title, justify="right")
+    last = len(outcome.eager)
+    for number in [n for n in range(1, last + 1) if n <= 3 or n % 5 == 0 or n == last]:
+        one, two = outcome.compiled[number - 1], outcome.eager[number - 1]
+        table.add_row(str(number), f"{one:.6f}", f"{two:.6f}", f"{abs(one - two):.1e}")
+    return [
+        table,
+        f"largest difference of the curves: {outcome.largest_difference:.1e} nats (bound {CURVE_BOUND:g})",
+        f"nats per byte on held-out text: {outcome.held_out:.3f} (target {TARGET}; byte frequencies alone give "
+        f"{outcome.text.bytes_alone:.3f}, byte pairs alone {outcome.text.pairs_alone:.3f})",
+    ]
+
+
+def next_steps(preset: str, out: Path) -> dict[str, str]:
+    """What there is to see after a demo, and the file or the command that shows it."""
+    from moec.artifact import LOG
+    from moec.demo_run import TEXT
+    from moec.running import FINAL_WEIGHTS
+    from moec.runtime.loop import CHECKPOINTS
+    from moec.runtime.metrics import METRICS
+    from moec.training import ARTIFACT
+
+    command = Path(sys.executable).with_name("moec")
+    moec = os.path.relpath(command) if command.is_relative_to(Path.cwd()) else "moec"
+    artifact = out / ARTIFACT
+    more = f"--weights {out}/{FINAL_WEIGHTS} --data {out}/{TEXT} --steps 50 --out {out}-more"
+    return {
+        "the program that ran": f"{artifact}/step.py",
+        "what each pass did": f"{moec} inspect {artifact}",
+        "the graphs after fusion": f"{moec} inspect {artifact} --stage fused",
+        "what fusion changed": f"{moec} inspect {artifact} --diff captured fused",
+        "its log": f"{artifact}/{LOG}",
+        "loss, norm and speed by step": f"{out}/{METRICS}",
+        "the checkpoint": f"{out}/{CHECKPOINTS}",
+        "every gradient against eager": f"{moec} verify {preset}",
+        "train on without the model": f"{moec} run {artifact} {more}",
+    }
+
+
+def _run(preset: str, out: Path, console: Console) -> Outcome:
+    import torch
+
+    from moec.demo_run import run_demo
+    from moec.targets import build_target
+
+    torch.set_num_threads(min(CORES, os.cpu_count() or 1))
+    _clear(out)
+    return run_demo(build_target(preset), build_target(preset), out, console)
+
+
+def _clear(out: Path) -> None:
+    """Remove an earlier demo, and nothing else."""
+    from moec.demo_run import TEXT
+
+    if out.exists() and any(out.iterdir()):
+        if not (out / TEXT).is_dir():
+            raise ArtifactError(f"{out} holds other files", hint="give the demo a folder of its own")
+        shutil.rmtree(out)
+
+
+if __name__ == "__main__":
+    typer.run(main)
