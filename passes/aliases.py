@@ -49,13 +49,13 @@ class Aliases:
         self._roots |= dict.fromkeys(later, result) | {result: result}
 
 
-def mutated_aliases(graph: fx.Graph) -> set[fx.Node]:
-    """Every node that may share memory with something that is written in place."""
+def last_writes(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """For every node that may share memory with something written in place: the last op that writes there."""
     mutations = [node for node in graph.nodes if node.op == "call_function" and is_mutation(node)]
     if not mutations:
-        return set()
+        return {}
     aliases = Aliases(graph)
-    return {member for node in mutations for member in aliases.members(source_of(node))}
+    return {member: node for node in mutations for member in aliases.members(source_of(node))}
 
 
 def _aliased(node: fx.Node) -> fx.Node | None:

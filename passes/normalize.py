@@ -20,7 +20,7 @@ from torch import fx
 from moec.compiler.graph import Unit, tensor_meta
 from moec.compiler.pass_manager import Match, Pass, PassContext, Report
 from moec.compiler.pattern import CASTS, Targets, aten, bound_args, source_of, target_name
-from moec.passes.aliases import mutated_aliases
+from moec.passes.aliases import last_writes
 from moec.passes.inplace import is_mutation, make_functional
 from moec.passes.rewrite import Rewriter, erase_dead
 
@@ -98,7 +98,7 @@ def _detach_written(rewriter: Rewriter, write: fx.Node) -> None:
 
 
 def _fold(graph: fx.Graph, counts: Counter[str]) -> None:
-    pinned = mutated_aliases(graph)
+    pinned = last_writes(graph)
     waiting = [node for node in graph.nodes if node.op == "call_function"]
     gone: set[fx.Node] = set()
     for node in waiting:

@@ -9,7 +9,7 @@ that got furthest from there did not apply.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from moec.compiler.graph import Unit, module_path, tensor_meta
 from moec.compiler.pass_manager import Report
 from moec.compiler.pattern import Failure, Match, Pattern, Targets, describe, match, root_targets
-from moec.passes.aliases import mutated_aliases
+from moec.passes.aliases import last_writes
 
 
 class Refused(Exception):
@@ -145,7 +145,7 @@ def apply_rules(unit: Unit, rules: Sequence[Rule | Finder], report: Report, sign
             table.setdefault(target, []).append(rule)
     failures: Failures = {}
     gone: set[fx.Node] = set()
-    written = mutated_aliases(unit.graph)
+    written = last_writes(unit.graph)
     found_backwards = Report()
     for node in list(unit.graph.nodes)[::-1]:
         if node in gone or node.op != "call_function":
@@ -165,19 +165,20 @@ def apply_rules(unit: Unit, rules: Sequence[Rule | Finder], report: Report, sign
     report_signs(unit.graph, signs, report, failures)
 
 
-def _unless_written(found: Match | Failure, written: set[fx.Node]) -> Match | Failure:
-    """A rewrite reads its inputs later than the graph does, so nothing in between may write into them."""
+def _unless_written(found: Match | Failure, written: Mapping[fx.Node, fx.Node]) -> Match | Failure:
+    """A rewrite reads its inputs later than the graph does, so nothing may write into them from there on."""
     if isinstance(found, Failure) or not written:
         return found
+    first = min(found.nodes)
     for node in found.nodes:
         for source in (node, *node.all_input_nodes):
-            if source in written:
-                return Failure(found.nodes, partial(_written_text, source))
+            if source in written and written[source] > first:
+                return Failure(found.nodes, partial(_written_text, source), complete=True)
     return found
 
 
 def _written_text(node: fx.Node) -> str:
-    return f"{describe(node)} is written in place"
+    return f"{describe(node)} is written in place later"
 
 
 def rewrite_match(

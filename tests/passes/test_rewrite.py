@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -154,17 +155,35 @@ def test_several_results_are_refused_when_an_input_comes_later() -> None:
     assert "is used before" in reasons(report)[0]
 
 
-def test_no_rewrite_across_a_write() -> None:
-    def function(x: torch.Tensor) -> torch.Tensor:
-        y = x.sin()
-        z = y[0].mul_(2)
-        return y * y + z
+def _written_between(x: torch.Tensor) -> torch.Tensor:
+    y = x.sin()
+    wide = y * 3
+    y[0].mul_(2)
+    return wide * y
 
-    unit = unit_of(Call(function), torch.randn(3, 3))
-    report = Report()
+
+def _written_before(x: torch.Tensor) -> torch.Tensor:
+    y = x.sin()
+    y[0].mul_(2)
+    return y * 3 * y
+
+
+@pytest.mark.parametrize(("function", "rewritten"), [(_written_between, False), (_written_before, True)])
+def test_no_rewrite_across_a_write(function: Callable[[torch.Tensor], torch.Tensor], rewritten: bool) -> None:
+    def triple_square(found: Match, rewriter: Rewriter) -> str:
+        square = rewriter.call(torch.ops.aten.square.default, found["x"])
+        rewriter.replace(found.root, rewriter.call(torch.ops.aten.mul.Tensor, square, 3))
+        return "triple square"
+
+    x = torch.randn(3, 3)
+    unit, report = unit_of(Call(function), x), Report()
     apply([Normalize()], unit)
-    apply_rules(unit, [SQUARE], report, [Sign("square", op(MUL, var("x"), var("x")), "")])
-    assert "is written in place" in reasons(report)[0]
+    pattern = op(MUL, op(MUL, var("x"), 3), var("x"))
+    apply_rules(unit, [Rule("r", pattern, triple_square)], report, [Sign("r", pattern, "")])
+    unit.module.recompile()
+    torch.testing.assert_close(unit.module(x)[0], function(x))
+    assert bool(report.matches) == rewritten
+    assert rewritten or "is written in place later" in reasons(report)[0]
 
 
 def test_unknown_values_stay_unknown() -> None:
