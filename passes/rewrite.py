@@ -87,7 +87,7 @@ class Rewriter:
         self._meta = _shared_meta(self.root, self.nodes)
 
     def after_inputs(self, inputs: Iterable[fx.Node], outputs: Iterable[fx.Node]) -> None:
-        """Insert as soon as all `inputs` are there, because one of the `outputs` is used before the root.
+        """Insert as soon as all `inputs` and the first matched node are there: an output may be used before the root.
 
         Raises Refused when some output is used before the last input is computed.
         """
@@ -97,9 +97,8 @@ class Rewriter:
             for user in output.users:
                 if user not in inside and user < last:
                     raise Refused(f"{describe(output)} is used before {describe(last)} is computed")
-        while last.next.op == "placeholder":
-            last = last.next
-        self._before = last.next
+        first = min(self.nodes)
+        self._before = first if last < first else last.next
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A new call, with `meta["val"]` computed by running it on the fake values of its arguments."""

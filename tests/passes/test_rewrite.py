@@ -128,7 +128,18 @@ def _two_results(found: Match, rewriter: Rewriter) -> str:
     return "sorted"
 
 
+def _sorted_downwards(found: Match, rewriter: Rewriter) -> str:
+    others = [user for user in found["pair"].users if user.args[1] == 1]
+    rewriter.after_inputs([found["x"], found["y"]], [found.root, *others])
+    values, indices = rewriter.results(torch.ops.aten.sort.default, found["x"], -1, True, count=2)
+    rewriter.replace(found.root, rewriter.call(torch.ops.aten.mul.Tensor, values, found["y"]))
+    for other in others:
+        rewriter.replace(other, indices)
+    return "sorted"
+
+
 _PAIR = op(aten("topk.default"), var("x"), 3, anything(), anything(), anything(), name="pair", shared=True)
+SORTED = Rule("sorted", op(MUL, item(_PAIR, 0), var("y")), _sorted_downwards)
 TWO = Rule("two", op(MUL, item(_PAIR, 0), var("y")), _two_results)
 
 
@@ -153,6 +164,22 @@ def test_several_results_are_refused_when_an_input_comes_later() -> None:
     unit, report = unit_of(Call(late), torch.randn(3), torch.randn(3)), Report()
     apply_rules(unit, [TWO], report, [Sign("two", op(aten("topk.default"), *[anything()] * 5), "")])
     assert "is used before" in reasons(report)[0]
+
+
+def test_several_results_do_not_move_before_a_write() -> None:
+    def function(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        z = x.sin()
+        z[0].mul_(-5)
+        values, indices = z.topk(3)
+        return values * y + indices
+
+    x, y = torch.tensor([0.5, 0.2, 0.1]), torch.ones(3)
+    unit, report = unit_of(Call(function), x, y), Report()
+    apply([Normalize()], unit)
+    apply_rules(unit, [SORTED], report)
+    unit.module.recompile()
+    assert report.matches
+    assert torch.equal(unit.module(x, y)[0].sort().values, function(x, y).sort().values)
 
 
 def _written_between(x: torch.Tensor) -> torch.Tensor:
