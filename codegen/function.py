@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import builtins
+import json
 import keyword
 import operator
 import re
@@ -38,7 +39,7 @@ class FunctionWriter:
     given: placeholder or other node -> expression that stands for it. owned: names that the function may delete.
     taken: names that are already in use. handlers: target -> handler. attributes: holds the tensors of get_attr nodes.
     after: node -> statement to write once its value exists, with "{}" for the value. wishes: node -> name to try first.
-    section: module path -> heading under which its statements stand.
+    section: module path -> heading under which its statements stand; own_heading: the one of the graph's own code.
     """
 
     graph: fx.Graph
@@ -52,6 +53,7 @@ class FunctionWriter:
     after: dict[fx.Node, str] = field(default_factory=dict)
     wishes: dict[fx.Node, str] = field(default_factory=dict)
     section: Callable[[str], str] = field(default=lambda path: path)
+    own_heading: str = "the layer itself"
     names: dict[fx.Node, str] = field(default_factory=dict)
     _defined: dict[fx.Node, list[str]] = field(default_factory=dict)
     _unpacked: set[fx.Node] = field(default_factory=set)
@@ -67,7 +69,7 @@ class FunctionWriter:
         for node, text in statements:
             here = self.section(module_path(node))
             if here != path:
-                lines.append(f"# {here or 'the model itself'}")
+                lines.append(f"# {here or self.own_heading}")
                 path = here
             for statement in text.splitlines():
                 lines += fold(statement)
@@ -208,7 +210,7 @@ def literal(value: Any, text: Callable[[Any], str] = repr) -> str:
         return f'float("{value}")'
     if value != value:
         return 'float("nan")'
-    return repr(value) if not isinstance(value, str) else f'"{value}"'
+    return json.dumps(value) if isinstance(value, str) else repr(value)
 
 
 def fold(text: str) -> list[str]:

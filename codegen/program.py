@@ -79,7 +79,7 @@ def _preamble(header: str, device: torch.device) -> str:
             "aten = torch.ops.aten",
             "moec = torch.ops.moec",
             f'DEVICE = torch.device("{device.type}"{index})',
-            "CONSTANTS = runtime.load_constants(__file__)",
+            "CONSTANTS = runtime.load_constants(__file__, DEVICE)",
         ]
     )
 
@@ -174,6 +174,7 @@ def _model_forward(
         attributes=outer.joint.module,
         constants=constants,
         section=_layer_of,
+        own_heading="the model itself",
     )
     outputs = list(outer.forward.output_node().args[0])  # type: ignore[arg-type]
     statements = writer.lines(outputs)
@@ -206,6 +207,7 @@ def _model_backward(
         attributes=joint.module,
         constants=constants,
         section=_layer_of,
+        own_heading="the model itself",
     )
     seed_dtype = torch.float32
     for node in outer.backward.find_nodes(op="placeholder"):

@@ -85,11 +85,21 @@ def _root(view: TrainingView) -> nn.Module:
 
 
 def _probe(view: TrainingView, regions: dict[str, nn.Module], fakes: dict[str, Tensor], mode: Any) -> Probe:
+    before = dict(_root(view).named_buffers(remove_duplicate=False))
     with mode, torch.enable_grad(), refuse_python_gradients():
         try:
-            return probe(view.module, regions, lambda: view.module(**fakes))
+            found = probe(view.module, regions, lambda: view.module(**fakes))
         except (RuntimeError, ValueError, TypeError, AssertionError, NotImplementedError) as error:
             raise _capture_error("the model", error, _root(view)) from error
+    for path, buffer in _root(view).named_buffers(remove_duplicate=False):
+        if buffer is not before.get(path):
+            raise CaptureError(
+                f"the forward replaces the buffer {path} by another tensor",
+                where=path.rpartition(".")[0],
+                why="a trace sees writes into a buffer, not a new tensor under its name",
+                hint=f"write in place: self.{path.rpartition('.')[2]}.copy_(...)",
+            )
+    return found
 
 
 def _moving_sizes(
@@ -103,12 +113,17 @@ def _moving_sizes(
     """Per region path and input: the dimensions that follow the length, by comparing two runs."""
     if plan.dynamic is None:
         return {path: [set() for _ in call.inputs] for path, call in found.calls.items()}
-    shorter = max(plan.min_length, plan.length - 1)
-    others = {name: fake_like(_cut(value, shorter), mode) for name, value in fakes.items()}
+    shorter = max(plan.min_length, plan.length // 2 + 1)
+    others = {name: fake_like(_cut(name, value, shorter), mode) for name, value in fakes.items()}
     second = _probe(view, {path: regions[path] for path in found.calls}, others, mode)
     moving: dict[str, list[set[int]]] = {}
     for path, call in list(found.calls.items()):
-        other = second.calls[path]
+        other = second.calls.get(path)
+        if other is None or (call.constants, call.output_constants) != (other.constants, other.output_constants):
+            del found.calls[path]
+            reason = "a constant it takes or returns depends on the length"
+            found.near_misses.append(NearMiss(path, "layer", reason))
+            continue
         moving[path] = [
             {dim for dim, (a, b) in enumerate(zip(one.shape, two.shape, strict=True)) if a != b}
             for one, two in zip(call.inputs, other.inputs, strict=True)
@@ -186,7 +201,7 @@ def _capture_outer(
 
     collected: list[str] = []
     wrapper = _OuterBody(view.module, tuple(fakes), collected)
-    shapes = tuple({value.dim() - 1: _length(plan)} if _has_length(value, plan) else None for value in fakes.values())
+    shapes = tuple({1: _length(plan)} if name in _WITH_LENGTH else None for name in fakes)
     with templates_in_scope(templates), patched_forwards({p: regions[p] for p in by_path}, replace):
         exported = _export(wrapper, tuple(fakes.values()), (shapes,) if plan.dynamic else None, _root(view))
     flags = {n.removeprefix(view.prefix): tensor.requires_grad for n, tensor in weight_slots(view.module)}
@@ -348,12 +363,12 @@ def _length(plan: Plan) -> Any:
     return Dim("length", min=plan.min_length, max=plan.length)
 
 
-def _has_length(value: Tensor, plan: Plan) -> bool:
-    return value.dim() > 1 and value.shape[1] == plan.length
+# Inputs of a view that are [B, T].
+_WITH_LENGTH = {"input_ids", "labels", "document_ids"}
 
 
-def _cut(value: Tensor, length: int) -> Tensor:
-    return value[:, :length] if value.dim() > 1 else value
+def _cut(name: str, value: Tensor, length: int) -> Tensor:
+    return value[:, :length] if name in _WITH_LENGTH else value
 
 
 def _tied(module: nn.Module) -> dict[str, str]:

@@ -61,7 +61,3 @@ class CheckpointError(MoecError):
 
 class DataError(MoecError):
     """Training data that is missing, empty or not text."""
-
-
-class VerificationError(MoecError):
-    """Compiled and eager numbers differ by more than the stated bound."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from moec.compiler.errors import ArtifactError
@@ -49,6 +50,12 @@ class PassLog:
         """Passes that matched nothing where something was expected."""
         return [f"{r.name} on {r.unit}: {r.warning}" for r in self.records if r.warning]
 
+    def idle_passes(self) -> list[str]:
+        """Passes that matched nothing in any unit."""
+        names = dict.fromkeys(record.name for record in self.records)
+        busy = {record.name for record in self.records if record.matches}
+        return [name for name in names if name not in busy]
+
     def __str__(self) -> str:
         console = Console(width=120, record=True, file=io.StringIO())
         for part in self.renderables():
@@ -57,10 +64,13 @@ class PassLog:
 
     def renderables(self) -> Iterator[Any]:
         """Rich tables and lines, for a terminal."""
-        yield from (f"[dim]note[/dim] {note}" for note in self.notes)
-        yield from (f"[dim]not a template[/dim] {m.path}: {m.reason}" for m in self.near_misses)
+        yield from (f"[dim]note[/dim] {escape(note)}" for note in self.notes)
+        yield from (f"[dim]not a template[/dim] {escape(f'{m.path}: {m.reason}')}" for m in self.near_misses)
         yield self._pass_table()
-        yield from (f"[yellow]matched nothing[/yellow] {warning}" for warning in self.warnings())
+        idle = self.idle_passes()
+        if idle:
+            yield f"[dim]matched nothing in any unit[/dim] {', '.join(idle)}"
+        yield from (f"[yellow]matched nothing[/yellow] {escape(warning)}" for warning in self.warnings())
         yield self._stage_table()
 
     def write(self, path: Path) -> None:
@@ -117,7 +127,7 @@ class PassLog:
                 record.name,
                 record.unit,
                 str(len(record.instances)),
-                _summary([match.what for match in record.matches]),
+                escape(_summary([match.what for match in record.matches])),
                 str(len(record.near_misses) or ""),
                 f"{record.nodes_before}->{record.nodes_after}",
                 f"{record.cost_after.get('flops', 0) / 1e9:.3g}",
@@ -130,7 +140,7 @@ class PassLog:
         for name in ("stage", "nodes", "seconds"):
             table.add_column(name, justify="left" if name == "stage" else "right")
         for stage in self.stages:
-            table.add_row(stage.stage, str(stage.nodes), f"{stage.seconds:.2f}")
+            table.add_row(stage.stage, str(stage.nodes or ""), f"{stage.seconds:.2f}")
         table.add_row("total", "", f"{sum(stage.seconds for stage in self.stages):.2f}")
         return table
 

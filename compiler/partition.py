@@ -58,8 +58,13 @@ class Partitioned:
 
 def partition(joint: Joint, *, recompute: bool = False) -> Partitioned:
     """Split `joint`; with `recompute` only inputs and what must not run again are saved."""
+    _copy_written_buffers(joint)
     forward_nodes = _ancestors([*joint.results, *joint.buffers.values()])
-    forward_nodes |= {node for node in joint.graph.nodes if is_getitem(node) and node.args[0] in forward_nodes}
+    forward_nodes |= {
+        node
+        for node in joint.graph.nodes
+        if (is_getitem(node) and node.args[0] in forward_nodes) or node.meta.get("before_write")
+    }
     backward_nodes = [node for node in joint.graph.nodes if node.op == "call_function" and node not in forward_nodes]
     chooser = _Chooser(joint, recompute)
     # A chain that only the backward asks for may still be pure forward work (a transposed weight): it stays there.
@@ -74,6 +79,19 @@ def partition(joint: Joint, *, recompute: bool = False) -> Partitioned:
         chooser.saved,
         chooser.placements,
     )
+
+
+def _copy_written_buffers(joint: Joint) -> None:
+    """The backward reads the value that a buffer had before the step wrote it: give it a copy to keep."""
+    for index, value in enumerate(joint.unit.signature.inputs):
+        node = joint.inputs[index]
+        readers = [user for user in node.users if user.meta.get("partitioner_tag") == "is_backward"]
+        if value.name in joint.buffers and readers:
+            with joint.graph.inserting_before(next(n for n in joint.graph.nodes if n.op != "placeholder")):
+                copy = joint.graph.call_function(aten.clone.default, (node,))
+            copy.meta = {**node.meta, "partitioner_tag": "is_forward", "before_write": True}
+            for reader in readers:
+                reader.replace_input_with(node, copy)
 
 
 def may_recompute(node: fx.Node) -> tuple[bool, str]:

@@ -24,7 +24,8 @@ class OptimizerPlan:
     """AdamW and its schedule.
 
     lr: peak learning rate. clip_norm: bound of the global gradient norm, 0 for none. schedule: how lr moves after
-    `warmup_steps` of linear rise; "cosine" ends at lr * min_lr_ratio at the last step of the run.
+    `warmup_steps` of linear rise; "cosine" ends at lr * min_lr_ratio at step `total_steps`, which `moec train` sets
+    from its number of steps; while it is 0 the rate stays at its peak.
     """
 
     lr: float = 3e-4
@@ -34,6 +35,7 @@ class OptimizerPlan:
     clip_norm: float = 1.0
     schedule: Literal["cosine", "constant"] = "cosine"
     warmup_steps: int = 0
+    total_steps: int = 0
     min_lr_ratio: float = 0.1
 
     def __post_init__(self) -> None:
@@ -45,6 +47,12 @@ class OptimizerPlan:
         _require(self.weight_decay >= 0, "optimizer.weight_decay", f"is {self.weight_decay}", "it is at least 0")
         _require(self.clip_norm >= 0, "optimizer.clip_norm", f"is {self.clip_norm}", "it is at least 0; 0 turns it off")
         _require(self.warmup_steps >= 0, "optimizer.warmup_steps", f"is {self.warmup_steps}", "it is at least 0")
+        _require(
+            self.total_steps == 0 or self.total_steps > self.warmup_steps,
+            "optimizer.total_steps",
+            f"is {self.total_steps}",
+            f"it is 0, or above the {self.warmup_steps} steps of warm-up",
+        )
         _require(0 <= self.min_lr_ratio <= 1, "optimizer.min_lr_ratio", f"is {self.min_lr_ratio}", "it is 0 to 1")
 
 
@@ -134,8 +142,17 @@ class Plan:
                 target = target.setdefault(parent, {})
                 if not isinstance(target, dict):
                     raise PlanError(f"plan field {name!r}: {parent!r} has no fields of its own", where=f"plan.{name}")
-            target[leaf] = _number(yaml.safe_load(text))
+            target[leaf] = _number(_yaml_value(setting, text))
         return type(self).from_dict(values)
+
+
+def _yaml_value(setting: str, text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise PlanError(
+            f"{setting!r} does not read as YAML", why=str(error).splitlines()[0], hint="quote it: --set 'name=\"*\"'"
+        ) from error
 
 
 def _convert_fields(plan: Any, prefix: str) -> None:
@@ -186,9 +203,7 @@ def _convert(hint: Any, value: Any, name: str) -> Any:
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
-        raise _type_error(
-            name, given, {int: "a whole number", float: "a number", bool: "true or false"}.get(hint, "text")
-        )
+        raise _type_error(name, given, _WORDS.get(hint, "text"))
     return value
 
 

@@ -239,6 +239,10 @@ def _input_names(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     return flat
 
 
+def _makes_views(func: Any) -> bool:
+    return any(result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns)
+
+
 class _Recorder(TorchDispatchMode):
     """The stream of ops below autograd, with tensors named by where they come from."""
 
@@ -248,6 +252,7 @@ class _Recorder(TorchDispatchMode):
         self.foreign = ""
         self.mutated: list[str] = []
         self._tokens: dict[int, str] = {}
+        self._roots: dict[int, str] = {}
         self._alive: list[Tensor] = []
         self._used: set[str] = set()
         for name, tensor in weights:
@@ -267,11 +272,14 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         lifting = "lift_fresh" in str(func)
         described = pytree.tree_map(lambda leaf: self._argument(leaf, func, lifting), (args, kwargs))
-        self._note_mutation(func, args)
+        self._note_mutation(func, args, kwargs)
         output = func(*args, **kwargs)
+        views = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)] if _makes_views(func) else []
         for index, leaf in enumerate(pytree.tree_leaves(output)):
             if isinstance(leaf, Tensor) and id(leaf) not in self._tokens:
                 self._name(leaf, f"value {len(self.stream)}.{index}")
+                if views:
+                    self._roots[id(leaf)] = self._root(views[0])
         self.stream.append((str(func), described))
         return output
 
@@ -288,15 +296,21 @@ class _Recorder(TorchDispatchMode):
         self._used.add(token)
         return token
 
-    def _note_mutation(self, func: Any, args: tuple[Any, ...]) -> None:
-        for argument, value in zip(func._schema.arguments, args, strict=False):
-            if argument.alias_info is None or not argument.alias_info.is_write or not isinstance(value, Tensor):
+    def _note_mutation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+        for argument in func._schema.arguments:
+            if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
-            kind, _, name = self.token(value).partition(" ")
-            if kind == "input":
-                self.foreign = self.foreign or f"{func} writes into an input of the layer"
-            if kind == "weight" and name not in self.mutated:
-                self.mutated.append(name)
+            for value in pytree.tree_leaves(given.get(argument.name)):
+                kind, _, name = self._root(value).partition(" ") if isinstance(value, Tensor) else ("", "", "")
+                if kind == "input":
+                    self.foreign = self.foreign or f"{func} writes into an input of the layer"
+                if kind == "weight" and name not in self.mutated:
+                    self.mutated.append(name)
+
+    def _root(self, tensor: Tensor) -> str:
+        """The token of what a tensor is a view of, its own where it is none."""
+        return self._roots.get(id(tensor), self.token(tensor))
 
     def _name(self, tensor: Tensor, token: str) -> None:
         self._alive.append(tensor)

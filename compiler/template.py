@@ -9,6 +9,7 @@ import sympy
 import torch
 from torch import Tensor
 
+from moec.compiler.errors import PassError
 from moec.compiler.graph import Unit
 from moec.compiler.partition import Partitioned
 from moec.compiler.regions import RegionCall
@@ -72,6 +73,12 @@ class Template:
     def place(self, parts: Partitioned) -> None:
         """Take over what differentiation and partition decided: saved values, tangents and gradients."""
         joint = parts.joint
+        if set(joint.buffers) != set(self.mutated):
+            raise PassError(
+                f"template {self.name} writes buffers {sorted(joint.buffers)}, the probe saw {sorted(self.mutated)}",
+                where=self.paths[0],
+                hint="write buffers with in-place ops on the buffer itself, such as self.count.add_(1)",
+            )
         weights = len(self.weights)
         positions = {index: index - weights if index >= weights else index + len(self.inputs) for index in joint.grads}
         ordered = sorted(positions, key=lambda index: positions[index])

@@ -17,10 +17,11 @@ if TYPE_CHECKING:
     from moec.driver import compile
     from moec.loading import load
     from moec.step import CompiledStep
+    from moec.verification import verify
 
 __version__ = "0.1.0"
 
-__all__ = ["CompiledStep", "MoecError", "OptimizerPlan", "Plan", "__version__", "compile", "load"]
+__all__ = ["CompiledStep", "MoecError", "OptimizerPlan", "Plan", "__version__", "compile", "load", "verify"]
 
 _HOME = {
     "CompiledStep": "moec.step",
@@ -29,6 +30,7 @@ _HOME = {
     "Plan": "moec.compiler.plan",
     "compile": "moec.driver",
     "load": "moec.loading",
+    "verify": "moec.verification",
 }
 
 

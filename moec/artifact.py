@@ -23,8 +23,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from moec.codegen.program import ProgramText
-from moec.compiler._torch_compat import FakeTensor
 from moec.compiler.errors import ArtifactError
+from moec.compiler.fake import is_fake
 from moec.compiler.log import PassLog
 from moec.compiler.plan import Plan
 from moec.compiler.printer import StageGraphs
@@ -102,11 +102,12 @@ def write_artifact(
         "plan": plan.to_dict(),
         "program": hashlib.sha256(program.text.encode()).hexdigest()[:16],
     }
-    (folder / FINGERPRINT).write_text(json.dumps(fingerprint, indent=1) + "\n")
     _write_tensors(folder / CONSTANTS, program.constants)
     _write_tensors(folder / BUFFERS, derived_buffers)
     for name, graphs in stages.items():
         graphs.save(folder / GRAPHS / name)
+    # Last, since nothing loads without it: an artefact that was cut off is not mistaken for a whole one.
+    (folder / FINGERPRINT).write_text(json.dumps(fingerprint, indent=1) + "\n")
     return fingerprint
 
 
@@ -152,7 +153,7 @@ def derived_buffers(model: nn.Module) -> dict[str, Tensor]:
     return {
         path: buffer.detach().cpu().contiguous()
         for path, buffer in model.named_buffers()
-        if path not in saved and not buffer.is_meta and not isinstance(buffer, FakeTensor)
+        if path not in saved and not is_fake(buffer)
     }
 
 
@@ -187,6 +188,7 @@ def _describe(tensor: Tensor) -> dict[str, Any]:
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    path.unlink(missing_ok=True)
     if tensors:
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
 

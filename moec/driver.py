@@ -10,8 +10,11 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -37,6 +40,7 @@ from moec.compiler.printer import StageGraphs, graph_text
 from moec.compiler.recompute_rules import apply_recompute_rules
 from moec.compiler.region_op import templates_in_scope
 from moec.compiler.spec import check_joint, check_placed, check_stage
+from moec.compiler.unused_results import detach_unused_results
 from moec.compiler.view import TrainingView
 from moec.models.adapters import training_view
 from moec.passes import SEMANTIC_PASSES
@@ -65,6 +69,9 @@ class Compilation:
 
 AfterPass = Callable[[Pass, Unit], None]
 
+# Tracing swaps parts of the model and of torch for a while: one compilation at a time in a process.
+_COMPILING = threading.RLock()
+
 
 def compile(model: nn.Module, plan: Plan | None = None) -> CompiledStep:
     """Compile a training step for `model`, which keeps its parameters: the step updates them in place.
@@ -79,7 +86,9 @@ def compile(model: nn.Module, plan: Plan | None = None) -> CompiledStep:
     folder = Path(tempfile.mkdtemp(prefix="moec-step-"))
     write(compilation, folder)
     state = StepState.from_module(model, without_gradient=weights_without_gradient(compilation))
-    return CompiledStep.of(load_program(folder), state, folder, compilation.log)
+    step = CompiledStep.of(load_program(folder), state, folder, compilation.log)
+    weakref.finalize(step, shutil.rmtree, folder, ignore_errors=True)
+    return step
 
 
 def write(compilation: Compilation, folder: Path) -> None:
@@ -105,6 +114,11 @@ def build(model: nn.Module, plan: Plan, after_pass: AfterPass | None = None) -> 
         raise UnsupportedModelError(
             "the model is in evaluation mode", why="a training step is compiled", hint="call model.train() first"
         )
+    with _COMPILING:
+        return _build(model, plan, after_pass)
+
+
+def _build(model: nn.Module, plan: Plan, after_pass: AfterPass | None) -> Compilation:
     log = PassLog()
     view = _checked_view(model, plan)
     with _timed(log, "captured") as count:
@@ -167,7 +181,18 @@ def example_inputs(model: nn.Module, plan: Plan, images: tuple[int, int] | None 
 
 
 def _device(model: nn.Module) -> torch.device:
-    return next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
+    """The device of all parameters; raises UnsupportedModelError when there are several."""
+    found: dict[torch.device, str] = {}
+    for path, parameter in model.named_parameters():
+        if not parameter.is_meta:
+            found.setdefault(parameter.device, path)
+    if len(found) > 1:
+        raise UnsupportedModelError(
+            f"the model lies on several devices: {', '.join(f'{path} on {d}' for d, path in found.items())}",
+            why="one process compiles for one device",
+            hint="move the model to one device before compiling",
+        )
+    return next(iter(found), torch.device("cpu"))
 
 
 def weights_without_gradient(compilation: Compilation) -> list[str]:
@@ -235,6 +260,7 @@ def _differentiate_and_place(result: Compilation) -> None:
     captured, plan, log = result.captured, result.plan, result.log
     graphs: dict[str, fx.Graph] = {}
     joints: dict[str, Joint] = {}
+    log.notes += detach_unused_results(captured, OBJECTIVE)
     recomputed = apply_recompute_rules(captured, plan.recompute)
     with _timed(log, "joint") as count:
         for unit in captured.program.templates():

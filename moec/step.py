@@ -53,6 +53,7 @@ class CompiledStep(TrainStep):
         """Write the artefact to `folder`, which `moec.load` reads; with `weights` the values too."""
         folder = Path(folder)
         shutil.copytree(self.folder, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+        (folder / WEIGHTS).unlink(missing_ok=True)
         if weights:
             values = {**self.state.weights, **{p: b for p, b in self.state.buffers.items()}}
             owned = {

@@ -180,4 +180,4 @@ class _Run:
     def _way_back(self) -> str:
         latest = latest_checkpoint(self.checkpoints)
         found = f"the last good checkpoint is {latest}" if latest else "there is no checkpoint yet"
-        return f"{found}; lower the learning rate or look at this batch, then resume"
+        return f"{found}; resume from it with other data, or start a new run with a lower learning rate"

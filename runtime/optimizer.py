@@ -131,5 +131,5 @@ def _non_finite(state: StepState, norm: Tensor) -> NonFiniteError:
         f"step {state.step + 1}: the global gradient norm is {float(norm)}; no weight was changed",
         where=f"gradients of {named}" if bad else "the sum of squares, although every gradient is finite",
         why="NaN or infinity came out of forward or backward" if bad else "the gradients are too large for float32",
-        hint="lower the learning rate, look at this batch, or resume from the last checkpoint",
+        hint="look at this batch, resume from the last checkpoint, or start again with a lower learning rate",
     )

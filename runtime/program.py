@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+import moec.compiler.dialect  # noqa: F401 (registers the ops that an emitted program calls)
 from moec.compiler.errors import ArtifactError
 
 PROGRAM = "step.py"
@@ -43,7 +45,7 @@ def load_program(folder: Path) -> ModuleType:
     return module
 
 
-def load_constants(program_file: str) -> dict[str, Tensor]:
-    """The tensors that an emitted program refers to as CONSTANTS; empty when it has none."""
+def load_constants(program_file: str, device: torch.device) -> dict[str, Tensor]:
+    """The tensors that an emitted program refers to as CONSTANTS, on its device; empty when it has none."""
     path = Path(program_file).with_name(CONSTANTS)
-    return load_file(path) if path.is_file() else {}
+    return load_file(path, device=str(device)) if path.is_file() else {}

@@ -49,6 +49,8 @@ class StepState:
     gradients: dict[str, Tensor] = field(init=False, default_factory=dict)
     updates: dict[str, int] = field(init=False)
     _scopes: dict[str, Mapping[str, Tensor]] = field(init=False, default_factory=dict, repr=False)
+    _where: dict[str, int] = field(init=False, default_factory=dict, repr=False)
+    _versions: dict[str, int] = field(init=False, default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         weights = {path: self.weights[path].detach() for path in self.trainable}
@@ -60,6 +62,7 @@ class StepState:
         self.exp_avg = {path: _zeros(weight) for path, weight in weights.items()}
         self.exp_avg_sq = {path: _zeros(weight) for path, weight in weights.items()}
         self.updates = dict.fromkeys(self.trainable, 0)
+        self.note_weights()
 
     @classmethod
     def from_module(cls, module: nn.Module, without_gradient: Iterable[str] = ()) -> StepState:
@@ -138,6 +141,24 @@ class StepState:
                 if name.startswith(prefix)
             }
         return self._scopes[path]
+
+    def follow_weights(self) -> None:
+        """Notice what the caller did to the weights since the last step: moved them, or wrote new values.
+
+        A moved weight is read where it is now; a half-precision weight that was written to gives its master the value.
+        """
+        where = {path: tensor.data_ptr() for path, tensor in self.weights.items()}
+        if where != self._where:
+            self._scopes.clear()
+            self._where = where
+        for path, master in self.masters.items():
+            if self._versions.get(path, self.weights[path]._version) != self.weights[path]._version:
+                with torch.no_grad():
+                    master.copy_(self.weights[path])
+
+    def note_weights(self) -> None:
+        """The weights are as the step left them; what changes from here on is the caller's doing."""
+        self._versions = {path: self.weights[path]._version for path in self.masters}
 
     def clear_gradients(self) -> None:
         """Forget all sums; called before the first microbatch of a step."""

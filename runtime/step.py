@@ -7,7 +7,8 @@ of valid tokens of the whole step is counted, and the program's `step` runs ever
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -64,6 +65,7 @@ class TrainStep:
             warnings.warn("no label of this batch is valid: the loss is 0 and no gradient flows", stacklevel=2)
         rate = self.learning_rate() if lr is None else lr
         self.state.clear_gradients()
+        self.state.follow_weights()
         microbatches = self._microbatches(checked, valid)
         try:
             totals, norm = self.program.step(self.state, microbatches, rate)
@@ -71,6 +73,7 @@ class TrainStep:
             site = first_non_finite(self.program, self.state, microbatches)
             raise NonFiniteError(error.what, where=f"{error.where}: {site}", why=error.why, hint=error.hint) from error
         loss = totals["lm_loss"]
+        self.state.note_weights()
         self.state.step += 1
         metrics: dict[str, float | Tensor] = {
             name: value for name, value in totals.items() if name not in ("lm_loss", "objective")
@@ -81,34 +84,46 @@ class TrainStep:
     def learning_rate(self) -> float:
         """The schedule's rate for the step about to run."""
         optimizer = self.plan.optimizer
-        kind = optimizer.schedule if self.total_steps > optimizer.warmup_steps else "constant"
-        schedule = Schedule(optimizer.lr, kind, optimizer.warmup_steps, self.total_steps, optimizer.min_lr_ratio)
+        total = self.total_steps or optimizer.total_steps
+        kind = optimizer.schedule if total > optimizer.warmup_steps else "constant"
+        schedule = Schedule(optimizer.lr, kind, optimizer.warmup_steps, total, optimizer.min_lr_ratio)
         return schedule(self.state.step)
 
     def loss(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Results of the forward alone, summed over the microbatches; changes nothing but routing counts."""
-        checked = self._rules.checked(batch)
-        valid = int((checked["labels"][..., 1:] != IGNORED).sum())
+        """Results of the forward alone, summed over the microbatches; changes nothing."""
         totals: dict[str, Tensor] = {}
-        for microbatch in self._microbatches(checked, valid):
-            with torch.no_grad():
+        with torch.no_grad(), self._buffers_kept():
+            for microbatch in self._prepared(batch):
                 results, _ = self.program.forward(self.state, microbatch)
-            for name, value in results.items():
-                totals[name] = totals[name] + value if name in totals else value
+                for name, value in results.items():
+                    totals[name] = totals[name] + value if name in totals else value
         return totals
 
     def gradients(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Weight path -> gradient of the objective over the batch, without an update."""
-        checked = self._rules.checked(batch)
-        valid = int((checked["labels"][..., 1:] != IGNORED).sum())
+        """Weight path -> gradient of the objective over the batch; changes nothing."""
         self.state.clear_gradients()
-        for microbatch in self._microbatches(checked, valid):
-            with torch.no_grad():
+        with torch.no_grad(), self._buffers_kept():
+            for microbatch in self._prepared(batch):
                 _, saved = self.program.forward(self.state, microbatch)
                 self.program.backward(self.state, saved)
         found = dict(self.state.gradients)
         self.state.clear_gradients()
         return found
+
+    @contextmanager
+    def _buffers_kept(self) -> Iterator[None]:
+        """Within the context the program may write buffers (routing counts); they are as before on exit."""
+        before = {path: buffer.clone() for path, buffer in self.state.buffers.items()}
+        try:
+            yield
+        finally:
+            for path, value in before.items():
+                self.state.buffers[path].copy_(value)
+
+    def _prepared(self, batch: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+        self.state.follow_weights()
+        checked = self._rules.checked(batch)
+        return self._microbatches(checked, int((checked["labels"][..., 1:] != IGNORED).sum()))
 
     def _microbatches(self, batch: dict[str, Tensor], valid: int) -> list[dict[str, Tensor]]:
         device = self.program.DEVICE

@@ -28,7 +28,7 @@ def check_model(model: Any) -> None:
             f"config.{name} = {value} draws random numbers in every forward pass",
             where=f"config.{name}",
             why="the compiled step has no random operators",
-            hint=f"set config.{name} = 0 before building the model, or call model.eval() to train without them",
+            hint=f"set config.{name} = 0 before building the model",
         )
     for path, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.p > 0 and module.training:
@@ -36,7 +36,7 @@ def check_model(model: Any) -> None:
                 f"a dropout of {module.p} draws random numbers in every forward pass",
                 where=path,
                 why="the compiled step has no random operators",
-                hint="set its probability to 0, or call model.eval() to train without dropout",
+                hint=f"set its probability to 0: model.get_submodule({path!r}).p = 0.0",
             )
 
 

@@ -68,7 +68,7 @@ def test_statements_are_named_commented_inlined_and_freed() -> None:
         "# act",
         "act = torch.tanh(proj.transpose(0, 1))",
         "del proj",
-        "# the model itself",
+        "# the layer itself",
         "exp = torch.exp(act)",
         "add = exp + act.reshape([4, -1])",
         "del act, exp",

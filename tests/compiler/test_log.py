@@ -82,8 +82,10 @@ def test_the_text_says_it_all() -> None:
         assert part in text, part
 
 
-def test_the_table_leaves_out_passes_with_nothing_to_say() -> None:
-    assert "fuse_kda" not in str(FULL)
+def test_idle_passes_are_named_once_and_have_no_row() -> None:
+    assert FULL.idle_passes() == ["fuse_kda"]
+    assert str(FULL).count("fuse_kda") == 1
+    assert "matched nothing in any unit fuse_kda" in " ".join(str(FULL).split())
 
 
 def test_matches_and_warnings_are_found_by_pass() -> None:

@@ -18,11 +18,12 @@ FULL = Plan(
     accumulation=4,
     dtype="bfloat16",
     packing=True,
+    image_tokens=5,
     dynamic="length",
     min_length=16,
     recompute=("layers.*.mlp", "*"),
     loss_chunk=128,
-    optimizer=OptimizerPlan(lr=1e-3, betas=(0.8, 0.99), schedule="constant", warmup_steps=7),
+    optimizer=OptimizerPlan(lr=1e-3, betas=(0.8, 0.99), schedule="constant", warmup_steps=7, total_steps=90),
     disable=("recognize_norm",),
     check=True,
 )
