@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, fx
 
 from moec.codegen.operators import call_text
+from moec.compiler._torch_compat import OpOverload
 from moec.compiler.graph import module_path
 
 aten = torch.ops.aten
@@ -262,7 +263,7 @@ def _wish(node: fx.Node) -> str:
 
 def _result_name(node: fx.Node, index: int) -> str | None:
     """The schema's name of one result: `d_x` for a backward op's `grad_x`."""
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return None
     name = node.target._schema.returns[index].name if index < len(node.target._schema.returns) else None
     return name and (f"d_{name.removeprefix('grad_')}" if name.startswith("grad_") else name)
@@ -273,7 +274,7 @@ def _is_getitem(node: fx.Node) -> bool:
 
 
 def _op_name(node: fx.Node) -> str:
-    if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+    if node.op == "call_function" and isinstance(node.target, OpOverload):
         return node.target._schema.name.split("::")[1].strip("_")
     if "getitem" in str(node.target) and isinstance(node.args[0], fx.Node):
         return f"{_op_name(node.args[0])}_{node.args[1]}"

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 
+from moec.compiler._torch_compat import OpOverload
 from moec.compiler.errors import UnsupportedOpError
 from moec.compiler.graph import module_path, source_line
 

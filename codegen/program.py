@@ -340,7 +340,8 @@ def _locals(signature: Signature) -> dict[int, str]:
     for index, value in enumerate(signature.inputs):
         if value.kind == "input":
             name = identifier(value.name)
-            while name in _RESERVED or name.startswith("d_output") or name in names.values():
+            name = f"input_{name}" if name.startswith("d_output") else name
+            while name in _RESERVED or name in names.values():
                 name = f"{name}_"
             names[index] = name
     return names

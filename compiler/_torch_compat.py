@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch._C import _set_grad_enabled as set_grad_enabled_op
+from torch._C import parse_schema
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.descriptors import (
@@ -15,10 +17,13 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._functorch.partitioners import default_partition
+from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "AOTInput",
@@ -27,15 +32,21 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "GradAOTOutput",
+    "HigherOrderOperator",
     "InputMutationAOTOutput",
+    "OpOverload",
     "PlainAOTInput",
     "PlainAOTOutput",
     "ShapeEnv",
     "TangentAOTInput",
+    "TorchDispatchMode",
     "aot_autograd",
     "aot_export_joint_with_descriptors",
     "default_partition",
     "enable_python_dispatcher",
     "make_fx",
+    "parse_schema",
+    "pytree",
+    "set_grad_enabled_op",
     "unset_fake_temporarily",
 ]

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind as ExportKind
-from torch.utils import _pytree as pytree
 
+from moec.compiler._torch_compat import pytree
 from moec.compiler.ambient import ambient_scope, current
 from moec.compiler.errors import CaptureError
 from moec.compiler.fake import fake_like, fake_mode_of, fake_weights

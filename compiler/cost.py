@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from moec.compiler._torch_compat import OpOverload
 from moec.compiler.dialect.registry import lookup, nbytes, size_hint
 from moec.compiler.region_op import region
 
@@ -76,7 +77,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _is_free(node: fx.Node) -> bool:
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return True
     if node.target in _FREE:
         return True

@@ -20,10 +20,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._ops import HigherOrderOperator
-from torch.utils import _pytree as pytree
 
-from moec.compiler._torch_compat import FakeTensorMode, enable_python_dispatcher, make_fx
+from moec.compiler._torch_compat import (
+    FakeTensorMode,
+    HigherOrderOperator,
+    enable_python_dispatcher,
+    make_fx,
+    pytree,
+    set_grad_enabled_op,
+)
 from moec.compiler.graph import InputKind, InputValue, OutputValue, Signature, Unit, source_line, tensor_meta
 
 
@@ -205,7 +210,7 @@ def _detach_no_grad(graph: fx.Graph) -> None:
 
     Where the mode is off around the whole graph nothing has a gradient anyway, and the switches stay.
     """
-    switches = [node for node in graph.nodes if node.target is torch._C._set_grad_enabled]
+    switches = [node for node in graph.nodes if node.target is set_grad_enabled_op]
     if not switches or not torch.is_grad_enabled():
         return
     inside: dict[fx.Node, None] = {}

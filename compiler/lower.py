@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 
+from moec.compiler._torch_compat import OpOverload
 from moec.compiler.dialect.registry import lookup
 
 
@@ -35,6 +35,11 @@ class Tuning:
 
 
 IMPLEMENTATIONS: dict[OpOverload, tuple[Implementation, ...]] = {}
+
+
+def register_implementation(op: OpOverload, implementation: Implementation) -> None:
+    """Add a way to run `op`, tried after those registered before; the layers above this one bring them."""
+    IMPLEMENTATIONS[op] = (*IMPLEMENTATIONS.get(op, ()), implementation)
 
 
 def lower(graph: fx.Graph) -> dict[str, str]:
@@ -72,7 +77,7 @@ def _choose(node: fx.Node) -> str:
     return f"{text} ({'; '.join(reasons)})" if reasons else text
 
 
-def _argument(node: fx.Node, name: str) -> Any:
+def argument_of(node: fx.Node, name: str) -> Any:
     """An argument of a node by its schema's name, the default where the call leaves it out."""
     arguments = node.target._schema.arguments  # type: ignore[union-attr]
     position = next(i for i, argument in enumerate(arguments) if argument.name == name)
@@ -92,18 +97,18 @@ def _short_chunks(width: Callable[[fx.Node], int]) -> Callable[[fx.Node], Tuning
     """On a CPU narrow heads are quicker in short chunks: less work inside a chunk, and the state is small."""
 
     def rule(node: fx.Node) -> Tuning | None:
-        on_cpu = _argument(node, "q").meta["val"].device.type == "cpu"
+        on_cpu = argument_of(node, "q").meta["val"].device.type == "cpu"
         return Tuning({"chunk": 16}, "chunk 16 for narrow heads on a CPU") if on_cpu and width(node) <= 32 else None
 
     return rule
 
 
 def _kda_width(node: fx.Node) -> int:
-    return int(_argument(node, "q").meta["val"].shape[-1]) // int(_argument(node, "heads"))
+    return int(argument_of(node, "q").meta["val"].shape[-1]) // int(argument_of(node, "heads"))
 
 
 def _delta_width(node: fx.Node) -> int:
-    return int(_argument(node, "q").meta["val"].shape[-1])
+    return int(argument_of(node, "q").meta["val"].shape[-1])
 
 
 _AND = " / "

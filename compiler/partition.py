@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 from torch import fx
 
+from moec.compiler._torch_compat import OpOverload
 from moec.compiler.dialect.registry import lookup, nbytes
 from moec.compiler.differentiate import Joint, is_getitem, is_tensor
 
@@ -229,7 +230,7 @@ def _has_tensor(node: fx.Node) -> bool:
 
 
 def _is_view(node: fx.Node) -> bool:
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return is_getitem(node) and _is_view(node.args[0])  # type: ignore[arg-type]
     if node.target in _COPYING_VIEWS:
         return True

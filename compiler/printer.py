@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from moec.compiler._torch_compat import OpOverload
 from moec.compiler.graph import module_path
 
 _SHORT = {
@@ -46,7 +47,7 @@ def graph_text(graph: fx.Graph, names: Mapping[fx.Node, str] | None = None) -> s
 
 def op_text(target: Any) -> str:
     """'aten.mul.Tensor', 'moec.kda', or the name of a plain function."""
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return str(target).removesuffix(".default")
     return getattr(target, "__name__", str(target))
 

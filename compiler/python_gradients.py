@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+
+from moec.compiler._torch_compat import pytree
 
 
 class PythonGradient(RuntimeError):

@@ -21,10 +21,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from moec.compiler._torch_compat import unset_fake_temporarily
+from moec.compiler._torch_compat import TorchDispatchMode, pytree, unset_fake_temporarily
 from moec.compiler.ambient import current
 from moec.compiler.pass_manager import NearMiss
 

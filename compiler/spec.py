@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from moec.compiler._torch_compat import OpOverload
 from moec.compiler.differentiate import Joint
 from moec.compiler.errors import PassError
 from moec.compiler.graph import Unit, module_path, source_line
@@ -109,7 +110,7 @@ def _broken(
 
 
 def _arguments(node: fx.Node) -> list[Any]:
-    return list(node.target._schema.arguments) if isinstance(node.target, torch._ops.OpOverload) else []
+    return list(node.target._schema.arguments) if isinstance(node.target, OpOverload) else []
 
 
 def _is_written(argument: Any) -> bool:
@@ -117,7 +118,7 @@ def _is_written(argument: Any) -> bool:
 
 
 def _known_target(unit: Unit, node: fx.Node) -> str:
-    if node.op != "call_function" or isinstance(node.target, torch._ops.OpOverload):
+    if node.op != "call_function" or isinstance(node.target, OpOverload):
         return ""
     if node.target in _SIZE_ARITHMETIC or getattr(node.target, "__module__", "") == "torch.fx.experimental._sym":
         return ""

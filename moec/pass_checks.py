@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from rich.table import Table
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
+from moec.compiler._torch_compat import pytree
 from moec.compiler.ambient import current
 from moec.compiler.capture import Capture, capture
 from moec.compiler.graph import OUTER, Signature, Unit, module_path

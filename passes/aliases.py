@@ -5,8 +5,8 @@ from __future__ import annotations
 import operator
 
 from torch import fx
-from torch._ops import OpOverload
 
+from moec.compiler._torch_compat import OpOverload
 from moec.compiler.pattern import source_of
 
 

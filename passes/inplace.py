@@ -12,8 +12,8 @@ from collections.abc import Iterable
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 
+from moec.compiler._torch_compat import OpOverload
 from moec.compiler.graph import tensor_meta
 from moec.compiler.pass_manager import Report
 from moec.compiler.pattern import aten, source_of, target_name

@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from moec.compiler._torch_compat import FakeTensor, FakeTensorMode, OpOverload
 from moec.compiler.graph import Unit, module_path, tensor_meta
 from moec.compiler.pass_manager import Report
 from moec.compiler.pattern import Failure, Match, Pattern, Targets, describe, match, root_targets
@@ -252,7 +251,7 @@ def fake_result(node: fx.Node) -> Any:
 
 def _fake_mode(values: Any) -> FakeTensorMode | None:
     for leaf in torch.utils._pytree.tree_leaves(values):
-        if isinstance(leaf, torch._subclasses.FakeTensor):
+        if isinstance(leaf, FakeTensor):
             return leaf.fake_mode
     return None
 

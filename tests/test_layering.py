@@ -106,3 +106,20 @@ def test_importing_a_lower_layer_loads_no_upper_one(module: str, unwanted: list[
     code = f"import sys, {module}; print(sorted(name for name in {unwanted!r} if name in sys.modules))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd="/")
     assert found.stdout.strip() == "[]"
+
+
+def _private_imports(source: str) -> list[int]:
+    """Lines that import from a private module of torch."""
+    return [line for line, name in _imports(source, "moec") if name.startswith("torch.") and "._" in name]
+
+
+def test_private_torch_imports_lie_in_one_file() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for folder in BELOW
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        if path.name != "_torch_compat.py"
+        for line in _private_imports(path.read_text())
+    ]
+    assert found == []
+    assert _private_imports("from torch._ops import OpOverload") == [1]

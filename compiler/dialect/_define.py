@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from moec.compiler._torch_compat import OpOverload, parse_schema
 from moec.compiler.dialect.registry import Definition, define
 
 
@@ -72,7 +73,7 @@ def math_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _parse(name: str, schema: str) -> torch.FunctionSchema:
-    return torch._C.parse_schema(f"moec::{name}{schema}")
+    return parse_schema(f"moec::{name}{schema}")
 
 
 def _check_names(forward: torch.FunctionSchema, backward: torch.FunctionSchema) -> None:
@@ -106,9 +107,7 @@ class _Kept(NamedTuple):
     is_list: bool
 
 
-def _autograd(
-    schema: torch.FunctionSchema, gradient: torch._ops.OpOverload
-) -> tuple[Callable[..., None], Callable[..., Any]]:
+def _autograd(schema: torch.FunctionSchema, gradient: OpOverload) -> tuple[Callable[..., None], Callable[..., Any]]:
     """The `setup_context` and `backward` functions that connect a forward schema with its backward op."""
     arguments = [argument.name for argument in schema.arguments]
     results = [result.name for result in schema.returns]

@@ -22,7 +22,8 @@ from typing import Any
 
 import sympy
 import torch
-from torch._ops import OpOverload
+
+from moec.compiler._torch_compat import OpOverload
 
 Recompute = bool
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
+from moec.compiler._torch_compat import pytree
 from moec.compiler.errors import UnsupportedModelError
 from moec.compiler.plan import Plan
 from moec.compiler.symbolic import TrustTopK
@@ -98,7 +98,7 @@ def _trusting_topk(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def _detached(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     result = forward_of(module)(module, *args, **kwargs)
-    return tree_map_only(Tensor, lambda leaf: leaf.detach() if leaf.is_floating_point() else leaf, result)
+    return pytree.tree_map_only(Tensor, lambda leaf: leaf.detach() if leaf.is_floating_point() else leaf, result)
 
 
 def _is_no_grad(forward: Callable[..., Any]) -> bool:
