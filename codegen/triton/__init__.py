@@ -1,0 +1,7 @@
+"""Hand-written Triton kernels behind dialect ops; importing this package registers them with the lowering."""
+
+from __future__ import annotations
+
+from moec.codegen.triton import kda
+
+__all__ = ["kda"]

@@ -1,0 +1,112 @@
+"""KDA on Hopper: `moec::kda_triton` and its backward, with the schemas of `moec::kda`, and when they are chosen.
+
+Nothing here needs a GPU or Triton to be imported; the kernels are loaded at the first call.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from moec.compiler import dialect  # noqa: F401  registers moec::kda, whose schemas are used below
+from moec.compiler.lower import Implementation, argument_of, register_implementation
+
+_REFERENCE = torch.ops.moec.kda.default
+_REFERENCE_BACKWARD = torch.ops.moec.kda_backward.default
+
+
+def _forward(*arguments: Any) -> Tensor:
+    from moec.codegen.triton import kda_launch
+
+    arguments = _checked(arguments, _REFERENCE)
+    return kda_launch.forward(kda_launch.Inputs(*arguments))
+
+
+def _backward(*arguments: Any) -> tuple[Tensor, ...]:
+    from moec.codegen.triton import kda_launch
+
+    grad_y, *rest = _checked(arguments, _REFERENCE_BACKWARD)
+    return kda_launch.backward(grad_y, kda_launch.Inputs(*rest))
+
+
+def _forward_fake(*arguments: Any) -> Tensor:
+    return arguments[2].new_empty(arguments[2].shape)
+
+
+def _backward_fake(grad_y: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    v = arguments[2]
+    return tuple(v.new_empty(0) if value is None else value.new_empty(value.shape) for value in arguments[:12])
+
+
+def refusal(node: fx.Node) -> str:
+    """Why the kernels do not fit a call of `moec::kda` or `moec::kda_backward`; '' when they fit."""
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    values = {name: _value(argument_of(node, name)) for name in names}
+    if values["q"].device.type != "cuda":
+        return f"q is on {values['q'].device.type}, the kernels need a CUDA device"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < 9:
+        return "the kernels are built for compute capability 9.0 and later"
+    if any(values[name].dtype != torch.bfloat16 for name in ("q", "k", "v")):
+        return f"q, k, v are {values['q'].dtype}, {values['k'].dtype}, {values['v'].dtype}, expected bfloat16"
+    return shape_refusal(values)
+
+
+def shape_refusal(values: dict[str, Any]) -> str:
+    """The part of `refusal` that no device decides; values by argument name."""
+    width = values["q"].shape[2] // values["heads"]
+    value_width = values["v"].shape[2] // values["value_heads"]
+    for name, size in (("key", width), ("value", value_width)):
+        if size not in (16, 32, 64, 128):
+            return f"{name} head dimension {size}, expected 16, 32, 64 or 128"
+    given = [values[name] is not None for name in ("conv_q", "conv_k", "conv_v")]
+    if any(given) != all(given):
+        return "only some of q, k and v have a convolution"
+    if all(given):
+        taps = {values[name].shape[1] for name in ("conv_q", "conv_k", "conv_v")}
+        if len(taps) > 1 or max(taps) > 8:
+            return f"convolutions of {sorted(taps)} taps, expected one width of at most 8"
+    return ""
+
+
+def _value(argument: Any) -> Any:
+    return argument.meta["val"] if isinstance(argument, fx.Node) else argument
+
+
+def _checked(arguments: tuple[Any, ...], op: torch._ops.OpOverload) -> tuple[Any, ...]:
+    """All arguments, those that the dispatcher dropped as equal to their defaults included."""
+    schema = op._schema.arguments
+    complete = (*arguments, *(argument.default_value for argument in schema[len(arguments) :]))
+    values = {argument.name: value for argument, value in zip(schema, complete, strict=True)}
+    q = values["q"]
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if q.device.type != "cuda" and not interpreted:
+        raise RuntimeError(f"moec::kda_triton: q is on {q.device.type}; only Triton's interpreter runs there")
+    dtypes = {values[name].dtype for name in ("q", "k", "v")}
+    if dtypes != {torch.bfloat16} and dtypes != {torch.float32}:
+        raise RuntimeError(
+            f"moec::kda_triton: q, k, v are {sorted(map(str, dtypes))}, expected one of bfloat16, float32"
+        )
+    reason = shape_refusal(values)
+    if reason:
+        raise RuntimeError(f"moec::kda_triton: {reason}")
+    return complete
+
+
+def _define(name: str, reference: torch._ops.OpOverload, function: Any, fake: Any) -> torch._ops.OpOverload:
+    schema = str(reference._schema).partition("(")
+    operator = torch.library.custom_op(f"moec::{name}", function, mutates_args=(), schema=f"({schema[2]}")
+    operator.register_fake(fake)
+    return operator._opoverload
+
+
+FORWARD = _define("kda_triton", _REFERENCE, _forward, _forward_fake)
+BACKWARD = _define("kda_triton_backward", _REFERENCE_BACKWARD, _backward, _backward_fake)
+
+register_implementation(_REFERENCE, Implementation("triton", FORWARD, refusal))
+register_implementation(_REFERENCE_BACKWARD, Implementation("triton", BACKWARD, refusal))

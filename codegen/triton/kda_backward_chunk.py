@@ -1,0 +1,252 @@
+"""Gradients of a chunk's inputs, once the gradients of its updates and of the state it leaves are known."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from moec.codegen.triton.kda_tiles import (
+    END,
+    LEVEL,
+    MIDDLE,
+    START,
+    activated,
+    cut_steps,
+    document_rows,
+    gate_logits,
+    level_pairs,
+    load_paths,
+    log_decay,
+    middle_pairs,
+    mixed_rows,
+    path_steps,
+    path_sums,
+    store_unit_rows,
+    through_activation,
+    unit_rows,
+)
+
+
+@triton.jit(do_not_specialize=["length", "chunks", "width", "value_width", "rows_of"])
+def kda_backward_chunk(
+    q, k, v, gate, beta, A_log, dt_bias, conv_q, conv_k, conv_v, documents, paths,
+    inverse, states, updates, grad_o, grad_updates, grad_states,
+    grad_q, grad_k, grad_v, grad_gate, grad_beta, partials,
+    length, chunks, width, value_width, rows_of, lower_bound, l2_eps, scale, columns,
+    HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
+    C: tl.constexpr, ROWS: tl.constexpr, LEVELS: tl.constexpr, DIAGONAL: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr, SCALAR: tl.constexpr,
+    BOUNDED: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """One program per (chunk, batch row and value head).
+
+    With R = A^T dU, the right-hand side of the solve gets beta R and the system -strict_lower(R U^T): U are the
+    updates, so the factors of the forward are not needed again.
+
+    grad_q, grad_k [B, T, HV, K] and grad_v [B, T, HV, V] are those of the convolutions' results before SiLU, by value
+    head; grad_gate and grad_beta have the shape of their inputs. partials [B * chunks, columns], float32, gets the
+    chunk's share of the gradients of A_log at its value head and of dt_bias from column HV on.
+    """
+    chunk = tl.program_id(0)
+    lane = tl.program_id(1).to(tl.int64)
+    batch, value_head = lane // VALUE_HEADS, lane % VALUE_HEADS
+    head = value_head // (VALUE_HEADS // HEADS)
+    rows = chunk * C + tl.arange(0, C)
+    valid = rows < length
+    inside = valid[:, None]
+    of_v = tl.arange(0, V)
+    start = batch * length
+    documents += start
+    tile = lane * chunks + chunk
+    row, column = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    by_v = tile * C * V + row * V + of_v[None, :]
+    share = partials + (batch * chunks + chunk) * columns
+
+    strength = tl.sigmoid(
+        tl.load(beta + (start + rows) * VALUE_HEADS + value_head, mask=valid, other=0.0).to(tl.float32)
+    )
+    strength = tl.where(valid, strength, 0.0)
+
+    # The solve, and v.
+    v += start * VALUE_HEADS * V + value_head * V
+    conv_v += value_head * V * WIDTH
+    # The gradient of beta's logit is beta (1 - beta) grad_beta: beta * grad_beta is what is summed here.
+    strength_grad = tl.zeros((C,), tl.float32)
+    grad_keys = tl.zeros((C, C), tl.float32)
+    grad_queries = tl.zeros((C, C), tl.float32)
+    solve = tl.trans(tl.load(inverse + tile * C * C + row * C + column))
+    for part in tl.range(0, value_width, BK, num_stages=1):
+        of_part = part + tl.arange(0, BK)
+        by_part = tile * C * V + row * V + of_part[None, :]
+        right = tl.dot(solve, tl.load(grad_updates + by_part), input_precision="ieee") * strength[:, None]
+        mixed = mixed_rows(v, conv_v, documents, rows, length, VALUE_HEADS * V, of_part, WIDTH, PACKED)
+        strength_grad += tl.sum(right * activated(mixed, WIDTH), 1)
+        place = (start + rows)[:, None] * (VALUE_HEADS * V) + value_head * V + of_part[None, :]
+        tl.store(grad_v + place, through_activation(right, mixed, WIDTH).to(grad_v.dtype.element_ty), mask=inside)
+        narrow = right.to(DTYPE)
+        across = tl.trans(tl.load(updates + by_part))
+        grad_keys = tl.dot(narrow, across, grad_keys, input_precision="ieee")
+        grad_queries = tl.dot(tl.load(grad_o + by_part), across, grad_queries, input_precision="ieee")
+        tl.debug_barrier()
+        tl.store(grad_updates + by_part, narrow)
+    grad_keys = tl.where(column < row, -grad_keys, 0.0)
+
+    # q and k, normalised: through memory, so that slices of BK channels keep the rest in registers.
+    document, starts = document_rows(documents, rows, length, PACKED)
+    rate = tl.exp(tl.load(A_log + value_head).to(tl.float32))
+    q += start * HEADS * K + head * K
+    k += start * HEADS * K + head * K
+    conv_q += head * K * WIDTH
+    conv_k += head * K * WIDTH
+    by_k = (start + rows)[:, None] * (VALUE_HEADS * K) + value_head * K
+    into = (start + chunk * C) * (VALUE_HEADS * K) + value_head * K
+    store_unit_rows(k, conv_k, documents, grad_k + into, VALUE_HEADS * K, chunk, length, rows_of, HEADS * K, l2_eps,
+                    1.0, K, C, ROWS, WIDTH, PACKED, True)  # fmt: skip
+    store_unit_rows(q, conv_q, documents, grad_q + into, VALUE_HEADS * K, chunk, length, rows_of, HEADS * K, l2_eps,
+                    scale, K, C, ROWS, WIDTH, PACKED, True)  # fmt: skip
+    tl.debug_barrier()
+
+    own = tl.sum(tl.where(row == column, grad_queries, 0.0), 1)[:, None]
+    rate_grad = tl.zeros((C,), tl.float32)
+    scalar_grad = tl.zeros((C,), tl.float32)
+    for part in tl.range(0, width, BK, num_stages=1):
+        of_part = part + tl.arange(0, BK)
+        k_row = tl.load(grad_k + by_k + of_part[None, :], mask=inside, other=0.0).to(tl.float32)
+        q_row = tl.load(grad_q + by_k + of_part[None, :], mask=inside, other=0.0).to(tl.float32)
+        logits = gate_logits(gate, dt_bias, start, value_head, rows, length, of_part, VALUE_HEADS, K, SCALAR)
+        high, low = path_steps(logits, rate, lower_bound, rows, length, C, BK, BOUNDED, DTYPE)
+        # A row's pair with itself has no decay.
+        dq = own * k_row
+        dk = own * q_row
+        dg = tl.zeros((C, BK), tl.float32)
+        if DIAGONAL > 1:
+            exponent = path_sums(load_paths(paths, MIDDLE, C), high, low)
+            factor = tl.exp2(exponent)
+            meet = middle_pairs(row, column, document[:, None], document[None, :], DIAGONAL, PACKED) & (column < row)
+            keys = tl.where(meet, grad_keys, 0.0).to(DTYPE)
+            queries = tl.where(meet, grad_queries, 0.0).to(DTYPE)
+            narrow = (k_row * tl.exp2(-exponent)).to(DTYPE)
+            through = tl.dot(queries, narrow, input_precision="ieee") * factor
+            dq += through
+            dexponent = through * q_row
+            through = tl.dot(keys, narrow, input_precision="ieee") * factor
+            dk += through
+            through *= k_row
+            strength_grad += tl.sum(through, 1)
+            dexponent += through
+            through = tl.dot(tl.trans(keys), (k_row * factor).to(DTYPE), input_precision="ieee")
+            through = tl.dot(tl.trans(queries), (q_row * factor).to(DTYPE), through, input_precision="ieee")
+            through *= tl.exp2(-exponent)
+            dk += through
+            dexponent -= through * k_row
+            back = tl.trans(load_paths(paths, MIDDLE, C))
+            dg = tl.dot(back, dexponent.to(DTYPE), dg, input_precision="ieee")
+        high, low = cut_steps(high, low, starts, DTYPE, PACKED)
+        for level in tl.static_range(LEVELS):
+            HALF = C >> (level + 1)
+            if HALF >= DIAGONAL:
+                factor = tl.exp2(path_sums(load_paths(paths, LEVEL + level, C), high, low))
+                meet = level_pairs(row, column, HALF)
+                keys = tl.where(meet, grad_keys, 0.0).to(DTYPE)
+                queries = tl.where(meet, grad_queries, 0.0).to(DTYPE)
+                # A row meets others of its level either as a row or as a column, so one sum holds both.
+                keys += tl.trans(keys)
+                narrow = (k_row * factor).to(DTYPE)
+                through = tl.dot(queries, narrow, input_precision="ieee") * factor
+                dq += through
+                dexponent = through * q_row
+                through = tl.dot(keys, narrow, input_precision="ieee")
+                as_row = tl.arange(0, C) % (2 * HALF) >= HALF
+                strength_grad += tl.where(as_row, tl.sum(through * factor * k_row, 1), 0.0)
+                narrow = (q_row * factor).to(DTYPE)
+                through = tl.dot(tl.trans(queries), narrow, through, input_precision="ieee") * factor
+                dk += through
+                dexponent += through * k_row
+                back = tl.trans(load_paths(paths, LEVEL + level, C))
+                dg = tl.dot(back, dexponent.to(DTYPE), dg, input_precision="ieee")
+
+        # The entering state, read by q and k, decayed from the chunk's start.
+        factor = tl.exp2(path_sums(load_paths(paths, START, C), high, low))
+        by_state = tile * K * V + of_part[:, None] * V + of_v[None, :]
+        state = tl.load(states + by_state)
+        leaving = tl.load(grad_states + by_state)
+        total = tl.exp2(tl.sum(high.to(tl.float32) + low.to(tl.float32), 0))
+        dg += (total * tl.sum(state.to(tl.float32) * leaving.to(tl.float32), 1))[None, :]
+        state = tl.trans(state)
+        through = tl.dot(tl.load(grad_o + by_v), state, input_precision="ieee") * factor
+        dq += through
+        dexponent = through * q_row
+        through = tl.dot(tl.load(grad_updates + by_v), state, input_precision="ieee") * -factor
+        dk += through
+        through *= k_row
+        strength_grad += tl.sum(through, 1)
+        dexponent += through
+        dg = tl.dot(tl.trans(load_paths(paths, START, C)), dexponent.to(DTYPE), dg, input_precision="ieee")
+
+        # The leaving state, written by k, decayed to the chunk's end.
+        factor = tl.exp2(path_sums(load_paths(paths, END, C), high, low))
+        through = tl.dot(tl.load(updates + by_v), tl.trans(leaving), input_precision="ieee") * factor
+        dk += through
+        dg = tl.dot(tl.trans(load_paths(paths, END, C)), (through * k_row).to(DTYPE), dg, input_precision="ieee")
+        if PACKED:
+            dg = tl.where(starts[:, None], 0.0, dg)
+        tl.debug_barrier()
+        tl.store(grad_k + by_k + of_part[None, :], dk.to(DTYPE), mask=inside)
+        tl.store(grad_q + by_k + of_part[None, :], dq.to(DTYPE), mask=inside)
+        if SCALAR:
+            scalar_grad += tl.sum(dg, 1)
+        else:
+            logits = gate_logits(gate, dt_bias, start, value_head, rows, length, of_part, VALUE_HEADS, K, SCALAR)
+            dg, drate = _through_gate(dg, logits, rate, lower_bound, inside, BOUNDED)
+            rate_grad += tl.sum(drate, 1)
+            tl.store(share + VALUE_HEADS + value_head * K + of_part, tl.sum(dg, 0))
+            tl.store(grad_gate + by_k + of_part[None, :], dg.to(grad_gate.dtype.element_ty), mask=inside)
+
+    if SCALAR:
+        logits = gate_logits(gate, dt_bias, start, value_head, rows, length, tl.arange(0, 1), VALUE_HEADS, K, SCALAR)
+        dg, drate = _through_gate(scalar_grad[:, None], logits, rate, lower_bound, inside, BOUNDED)
+        rate_grad = tl.sum(drate, 1)
+        one = value_head + tl.arange(0, 1)
+        tl.store(share + VALUE_HEADS + one, tl.sum(dg, 0))
+        place = (start + rows)[:, None] * VALUE_HEADS + one[None, :]
+        tl.store(grad_gate + place, dg.to(grad_gate.dtype.element_ty), mask=inside)
+    tl.store(share + value_head, tl.sum(rate_grad, 0))
+    place = grad_beta + (start + rows) * VALUE_HEADS + value_head
+    tl.store(place, (strength_grad * (1.0 - strength)).to(grad_beta.dtype.element_ty), mask=valid)
+
+    tl.debug_barrier()
+    _through_norm(grad_k + into, k, conv_k, documents, chunk, length, rows_of, HEADS * K, l2_eps, 1.0,
+                  VALUE_HEADS * K, K, C, ROWS, WIDTH, PACKED)  # fmt: skip
+    _through_norm(grad_q + into, q, conv_q, documents, chunk, length, rows_of, HEADS * K, l2_eps, scale,
+                  VALUE_HEADS * K, K, C, ROWS, WIDTH, PACKED)  # fmt: skip
+
+
+@triton.jit
+def _through_gate(dg, logits, rate, lower_bound, inside, BOUNDED: tl.constexpr):
+    """Gradients of the logits and, by row and channel, of A_log = log(rate), from that of the log decay."""
+    if BOUNDED:
+        # sigmoid(-x) rather than 1 - sigmoid(x), which is zero long before the gradient is.
+        dg *= lower_bound * rate * tl.sigmoid(rate * logits) * tl.sigmoid(-rate * logits)
+        drate = dg * logits
+    else:
+        drate = dg * log_decay(logits, rate, lower_bound, BOUNDED)
+        dg *= -rate * tl.sigmoid(logits)
+    return tl.where(inside, dg, 0.0), tl.where(inside, drate, 0.0)
+
+
+@triton.jit
+def _through_norm(grads, x, taps, documents, chunk, length, rows_of, stride, eps, scale, grad_stride: tl.constexpr,
+                  D: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+                  PACKED: tl.constexpr):  # fmt: skip
+    """Turn a chunk's gradients of `store_unit_rows` into those of the convolution's results, in place."""
+    of_d = tl.arange(0, D)
+    for first in tl.range(0, rows_of, ROWS, num_stages=1):
+        of_c = first + tl.arange(0, ROWS)
+        rows = chunk * C + of_c
+        mixed = mixed_rows(x, taps, documents, rows, length, stride, of_d, WIDTH, PACKED)
+        normal, inverse = unit_rows(activated(mixed, WIDTH), eps)
+        place = grads + of_c[:, None] * grad_stride + of_d[None, :]
+        grad = tl.load(place, mask=(rows < length)[:, None], other=0.0).to(tl.float32)
+        grad = (scale * inverse)[:, None] * (grad - normal * tl.sum(normal * grad, 1)[:, None])
+        tl.debug_barrier()
+        grad = through_activation(grad, mixed, WIDTH)
+        tl.store(place, grad.to(grads.dtype.element_ty), mask=(rows < length)[:, None])

@@ -1,0 +1,288 @@
+"""The launches of the KDA kernels: work tensors, grids, and how forward and backward share their first passes."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moec.codegen.triton.kda_backward_chunk import kda_backward_chunk
+from moec.codegen.triton.kda_backward_conv import kda_backward_conv
+from moec.codegen.triton.kda_forward_chunk import kda_forward_chunk
+from moec.codegen.triton.kda_output import kda_backward_output, kda_forward_output
+from moec.codegen.triton.kda_scan import kda_backward_scan, kda_forward_scan
+from moec.codegen.triton.kda_tiles import MIDDLE_ROWS, path_table
+
+CHUNK = 64
+LEVELS = 6
+# Pairs of a block of 16 rows meet at its middle while 8 rows decay by less than this, base e: e^(2 * 40) is finite.
+MIDDLE_LIMIT = 40.0
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Warps and tile widths of every kernel, chosen on an H200; they change speed only."""
+
+    chunk_warps: int = 4
+    chunk_channels: int = 32
+    scan_columns: int = 32
+    scan_warps: int = 4
+    scan_stages: int = 3
+    output_warps: int = 4
+    backward_chunk_warps: int = 4
+    backward_chunk_channels: int = 32
+    conv_rows: int = 32
+    conv_repeats: int = 8
+    conv_warps: int = 4
+    inverse_precision: str = "tf32x3"
+
+
+LAUNCH = Launch()
+
+
+class Inputs(NamedTuple):
+    """Arguments of `moec::kda`, in the order of its schema."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gate: Tensor
+    beta: Tensor
+    A_log: Tensor
+    dt_bias: Tensor
+    conv_q: Tensor | None
+    conv_k: Tensor | None
+    conv_v: Tensor | None
+    output_gate: Tensor | None
+    norm_weight: Tensor | None
+    document_ids: Tensor | None
+    heads: int
+    value_heads: int
+    gate_kind: str
+    lower_bound: float
+    l2_eps: float
+    norm_eps: float
+    output_activation: str
+    scale: float
+    chunk: int
+
+    @property
+    def key_width(self) -> int:
+        return self.q.shape[2] // self.heads
+
+    @property
+    def value_width(self) -> int:
+        return self.v.shape[2] // self.value_heads
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.q.shape[1] // CHUNK)
+
+    @property
+    def taps(self) -> int:
+        return 0 if self.conv_q is None else self.conv_q.shape[1]
+
+    @property
+    def scalar(self) -> bool:
+        return self.gate.shape[2] == self.value_heads
+
+    def contiguous(self) -> Inputs:
+        return Inputs(*(value.contiguous() if isinstance(value, Tensor) else value for value in self))
+
+
+class Factors(NamedTuple):
+    """What the first pass leaves, [B * HV, chunks, ...] (kda_forward_chunk.py), and the states of the scan."""
+
+    keys_in: Tensor
+    values_in: Tensor
+    keys_out: Tensor
+    queries_in: Tensor
+    pairs: Tensor
+    inverse: Tensor
+    totals: Tensor
+    states: Tensor
+    updates: Tensor
+
+
+def forward(inputs: Inputs, launch: Launch = LAUNCH) -> Tensor:
+    """y [B, T, HV * V] of `moec::kda`: three launches."""
+    inputs = inputs.contiguous()
+    y = torch.empty_like(inputs.v)
+    if y.numel() == 0:
+        return y
+    factors = _factors(inputs, launch, store_inverse=False)
+    q = inputs.q
+    kda_forward_output[(inputs.chunks, q.shape[0] * inputs.value_heads)](
+        factors.queries_in, factors.pairs, factors.states, factors.updates, _or(inputs.output_gate, q),
+        _or(inputs.norm_weight, q), y, q.shape[1], inputs.chunks, inputs.norm_eps, **_output_constants(inputs),
+        num_warps=launch.output_warps,
+    )  # fmt: skip
+    return y
+
+
+def backward(grad_y: Tensor, inputs: Inputs, launch: Launch = LAUNCH) -> tuple[Tensor, ...]:
+    """The gradients that `moec::kda_backward` returns."""
+    given, inputs, grad_y = inputs, inputs.contiguous(), grad_y.contiguous()
+    (batch, length, _), heads, width, value_width = (
+        inputs.q.shape,
+        inputs.value_heads,
+        inputs.key_width,
+        inputs.value_width,
+    )
+    if inputs.v.numel() == 0:
+        return tuple(inputs.v.new_zeros(0) if value is None else torch.zeros_like(value) for value in given[:12])  # type: ignore[arg-type]
+    q, v, chunks, grid = inputs.q, inputs.v, inputs.chunks, (inputs.chunks, batch * heads)
+    factors = _factors(inputs, launch, store_inverse=True)
+    shares = heads + inputs.gate.shape[2]
+    norm_shares = heads * value_width if inputs.norm_weight is not None else 0
+    partials = torch.empty(batch * chunks, shares + norm_shares, device=q.device, dtype=torch.float32)
+
+    # What the first pass wrote for the forward scan is read by now, except what the reverse scan needs.
+    grad_updates, grad_o = factors.values_in, torch.empty_like(factors.values_in)
+    grad_output_gate = v.new_empty(0) if inputs.output_gate is None else torch.empty_like(inputs.output_gate)
+    kda_backward_output[grid](
+        grad_y, factors.queries_in, factors.pairs, factors.states, factors.updates, _or(inputs.output_gate, q),
+        _or(inputs.norm_weight, q), grad_output_gate, grad_o, grad_updates, partials, length, chunks, inputs.norm_eps,
+        partials.shape[1], shares, **_output_constants(inputs), DTYPE=_dtype(q), num_warps=launch.output_warps,
+    )  # fmt: skip
+    grad_states = torch.empty_like(factors.states)
+    block = min(launch.scan_columns, value_width)
+    kda_backward_scan[(value_width // block, batch * heads)](
+        factors.keys_in, factors.keys_out, factors.queries_in, factors.totals, grad_o, grad_updates, grad_states,
+        chunks, K=width, V=value_width, BV=block, C=CHUNK, DTYPE=_dtype(q), STAGES=launch.scan_stages,
+        num_warps=launch.scan_warps,
+    )  # fmt: skip
+    grad_q, grad_k = (q.new_empty(batch, length, heads * width) for _ in range(2))
+    grad_v, grad_gate, grad_beta = (torch.empty_like(value) for value in (v, inputs.gate, inputs.beta))
+    kda_backward_chunk[grid](
+        *_chunk_inputs(inputs), factors.inverse, factors.states, factors.updates, grad_o, grad_updates, grad_states,
+        grad_q, grad_k, grad_v, grad_gate, grad_beta, partials, length, chunks, width, value_width, CHUNK,
+        inputs.lower_bound, inputs.l2_eps, inputs.scale, partials.shape[1], **_chunk_constants(inputs, launch.backward_chunk_channels), num_warps=launch.backward_chunk_warps,
+    )  # fmt: skip
+    del factors, grad_states, grad_o, grad_updates
+    grads, grad_taps = _through_convolutions(inputs, (grad_q, grad_k, grad_v), launch)
+    grad_A_log, grad_dt_bias, grad_norm = partials.sum(0).split((heads, inputs.gate.shape[2], norm_shares))
+    grad_norm_weight = (
+        v.new_empty(0)
+        if inputs.norm_weight is None
+        else grad_norm.view(heads, value_width).sum(0).to(inputs.norm_weight.dtype)
+    )
+    # Fresh tensors: results of an op may not share storage.
+    return (
+        *grads,
+        grad_gate,
+        grad_beta,
+        grad_A_log.to(inputs.A_log.dtype, copy=True),
+        grad_dt_bias.to(inputs.dt_bias.dtype, copy=True),
+        *grad_taps,
+        grad_output_gate,
+        grad_norm_weight,
+    )
+
+
+def _factors(inputs: Inputs, launch: Launch, store_inverse: bool) -> Factors:
+    """The first pass and the scan."""
+    q, lanes, chunks = inputs.q, inputs.q.shape[0] * inputs.value_heads, inputs.chunks
+    width, value_width = inputs.key_width, inputs.value_width
+
+    def tile(*shape: int, dtype: torch.dtype = q.dtype) -> Tensor:
+        return torch.empty(lanes, chunks, *shape, device=q.device, dtype=dtype)
+
+    keys_in, keys_out, queries_in = (tile(CHUNK, width) for _ in range(3))
+    values_in, updates = tile(CHUNK, value_width), tile(CHUNK, value_width)
+    pairs, inverse = tile(CHUNK, CHUNK), tile(CHUNK, CHUNK) if store_inverse else q
+    totals, states = tile(width, dtype=torch.float32), tile(width, value_width)
+    kda_forward_chunk[(chunks, lanes)](
+        *_chunk_inputs(inputs), keys_in, values_in, keys_out, queries_in, pairs, inverse, totals, q.shape[1], chunks,
+        width, value_width, CHUNK, inputs.lower_bound, inputs.l2_eps, inputs.scale, **_chunk_constants(inputs, launch.chunk_channels), STORE_INVERSE=store_inverse,
+        PRECISION=launch.inverse_precision if q.dtype != torch.float32 else "ieee", num_warps=launch.chunk_warps,
+    )  # fmt: skip
+    block = min(launch.scan_columns, value_width)
+    kda_forward_scan[(value_width // block, lanes)](
+        keys_in, values_in, keys_out, totals, states, updates, chunks, K=width, V=value_width, BV=block, C=CHUNK,
+        DTYPE=_dtype(q), STAGES=launch.scan_stages, num_warps=launch.scan_warps,
+    )  # fmt: skip
+    return Factors(keys_in, values_in, keys_out, queries_in, pairs, inverse, totals, states, updates)
+
+
+def _through_convolutions(
+    inputs: Inputs, grads: tuple[Tensor, Tensor, Tensor], launch: Launch
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Gradients of q, k, v and of the taps (empty without convolutions)."""
+    batch, length, _ = inputs.q.shape
+    heads, value_heads, width, value_width = inputs.heads, inputs.value_heads, inputs.key_width, inputs.value_width
+    if inputs.conv_q is None or inputs.conv_k is None or inputs.conv_v is None:
+        grad_q, grad_k = (
+            grad if heads == value_heads else grad.view(batch, length, heads, -1, width).sum(3).flatten(2)
+            for grad in grads[:2]
+        )
+        return [grad_q, grad_k, grads[2]], [inputs.q.new_empty(0) for _ in range(3)]
+    taps = (inputs.conv_q, inputs.conv_k, inputs.conv_v)
+    outputs = [torch.empty_like(value) for value in inputs[:3]]  # type: ignore[arg-type]
+    blocks = -(-length // (launch.conv_rows * launch.conv_repeats))
+    sizes = [value.numel() for value in taps]
+    partials = torch.empty(batch * blocks, sum(sizes), device=inputs.q.device, dtype=torch.float32)
+    kda_backward_conv[(blocks, 2 * heads + value_heads, batch)](
+        *grads, *inputs[:3], *taps, *outputs, _or(inputs.document_ids, inputs.q), partials, length, blocks,
+        launch.conv_repeats, HEADS=heads, VALUE_HEADS=value_heads, K=width, V=value_width, ROWS=launch.conv_rows,
+        WIDTH=inputs.taps, TAPS=triton.next_power_of_2(inputs.taps), PACKED=inputs.document_ids is not None,
+        num_warps=launch.conv_warps,
+    )  # fmt: skip
+    sums = partials.sum(0).split(sizes)
+    return outputs, [s.view(value.shape).to(value.dtype, copy=True) for s, value in zip(sums, taps, strict=True)]
+
+
+def _chunk_inputs(inputs: Inputs) -> tuple[Tensor, ...]:
+    """Tensors for the passes over the inputs, q in place of each one that is absent."""
+    optional = (inputs.conv_q, inputs.conv_k, inputs.conv_v, inputs.document_ids)
+    paths = _paths(inputs.q.device, inputs.q.dtype)
+    return (*inputs[:7], *(_or(value, inputs.q) for value in optional), paths)  # type: ignore[return-value]
+
+
+@functools.cache
+def _paths(device: torch.device, dtype: torch.dtype) -> Tensor:
+    return path_table(CHUNK).to(device, dtype)
+
+
+def _chunk_constants(inputs: Inputs, channels: int) -> dict[str, Any]:
+    bounded = inputs.gate_kind == "bounded"
+    return {
+        "HEADS": inputs.heads,
+        "VALUE_HEADS": inputs.value_heads,
+        "K": inputs.key_width,
+        "V": inputs.value_width,
+        "BK": min(channels, inputs.key_width, inputs.value_width),
+        "ROWS": 16,
+        "C": CHUNK,
+        "LEVELS": LEVELS,
+        "DIAGONAL": MIDDLE_ROWS if bounded and 8 * abs(inputs.lower_bound) <= MIDDLE_LIMIT else 1,
+        "WIDTH": inputs.taps,
+        "PACKED": inputs.document_ids is not None,
+        "SCALAR": inputs.scalar,
+        "BOUNDED": bounded,
+        "DTYPE": _dtype(inputs.q),
+    }
+
+
+def _output_constants(inputs: Inputs) -> dict[str, Any]:
+    return {
+        "VALUE_HEADS": inputs.value_heads,
+        "K": inputs.key_width,
+        "V": inputs.value_width,
+        "C": CHUNK,
+        "NORM": inputs.norm_weight is not None,
+        "SILU": inputs.output_activation == "silu",
+    }
+
+
+def _or(value: Tensor | None, other: Tensor) -> Tensor:
+    return other if value is None else value
+
+
+def _dtype(value: Tensor) -> tl.dtype:
+    return {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}[value.dtype]

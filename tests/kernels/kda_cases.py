@@ -1,0 +1,99 @@
+"""Inputs for the KDA kernels, and how far their results lie from the reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NAMES = ("q", "k", "v", "gate", "beta", "A_log", "dt_bias", "conv_q", "conv_k", "conv_v", "output_gate", "norm_weight")
+
+
+def inputs(
+    length: int,
+    *,
+    batch: int = 1,
+    heads: int = 1,
+    value_heads: int = 1,
+    width: int = 16,
+    value_width: int = 16,
+    kind: str = "bounded",
+    gates: str = "mixed",
+    scalar: bool = False,
+    conv: bool = True,
+    norm: bool = True,
+    activation: str = "sigmoid",
+    packed: bool = False,
+    lower_bound: float = -5.0,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    seed: int = 0,
+) -> list[Any]:
+    """Arguments of `moec::kda`. gates: "mixed" channels from fast to slow, all "fast", all "slow", or "bound", at it."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    keys, values = heads * width, value_heads * value_width
+    gate_width = value_heads * (1 if scalar else width)
+    shift = {
+        "mixed": torch.linspace(-7, 3, gate_width, dtype=torch.float64),
+        "fast": torch.full((gate_width,), 1.0, dtype=torch.float64),
+        "slow": torch.full((gate_width,), -9.0, dtype=torch.float64),
+        "bound": torch.full((gate_width,), 8.0, dtype=torch.float64),
+    }[gates]
+    taps = [random(size, 4) * 0.5 if conv else None for size in (keys, keys, values)]
+    documents = None
+    if packed:
+        starts = torch.rand(batch, length, generator=generator) < 8 / max(length, 8)
+        documents = starts.to(torch.int64).cumsum(1)
+    tensors: list[Any] = [
+        random(batch, length, keys),
+        random(batch, length, keys),
+        random(batch, length, values),
+        random(batch, length, gate_width),
+        random(batch, length, value_heads),
+        random(value_heads) * 0.3,
+        shift,
+        *taps,
+        random(batch, length, values) if norm else None,
+        1 + 0.2 * random(value_width) if norm else None,
+    ]
+    wide = {3, 4, 5, 6, 7, 8, 9, 11}
+    kept = torch.float32 if dtype == torch.bfloat16 else dtype
+    tensors = [
+        value if value is None else value.to(kept if place in wide and place not in (3, 4) else dtype).to(device)
+        for place, value in enumerate(tensors)
+    ]
+    documents = None if documents is None else documents.to(device)
+    options = [heads, value_heads, kind, lower_bound, 1e-6, 1e-5, activation, width**-0.5, 64]
+    return [*tensors, documents, *options]
+
+
+def grad_for(arguments: list[Any], seed: int = 1) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    v = arguments[2]
+    return torch.randn(v.shape, generator=generator, dtype=torch.float64).to(v.device, v.dtype)
+
+
+def reference(arguments: list[Any], grad: Tensor) -> list[Tensor]:
+    """Output and gradients of the reference op, in float64."""
+    double = [
+        value.double() if isinstance(value, Tensor) and value.is_floating_point() else value for value in arguments
+    ]
+    forward = torch.ops.moec.kda(*double)
+    return [forward, *torch.ops.moec.kda_backward(grad.double(), *double)]
+
+
+def errors(found: list[Tensor], expected: list[Tensor]) -> dict[str, float]:
+    """|found - expected| / |expected| of the output "y" and of each gradient, by name; not a number is infinite."""
+    result = {}
+    for name, value, truth in zip(("y", *NAMES), found, expected, strict=True):
+        if truth.numel():
+            assert value.shape == truth.shape, (name, value.shape, truth.shape)
+            scale = float(truth.double().norm()) or 1.0
+            error = float((value.double() - truth.double()).norm()) / scale
+            result[name] = error if error == error else float("inf")
+    return result
