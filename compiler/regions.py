@@ -268,6 +268,8 @@ class _Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:
+            return func(*args)  # asked once per tensor, by whoever comes first: no part of any layer's program
         lifting = "lift_fresh" in str(func)
         described = pytree.tree_map(lambda leaf: self._argument(leaf, func, lifting), (args, kwargs))
         self._note_mutation(func, args, kwargs)

@@ -292,6 +292,23 @@ def test_weights_tied_inside_a_layer_tell_it_apart() -> None:
     assert groups(Language(Layer(), tied, Layer())) == [["layers.0", "layers.2"], ["layers.1"]]
 
 
+def test_weights_and_inputs_shared_between_layers_do_not_tell_them_apart() -> None:
+    class Masked(Layer):
+        def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(hidden) * mask
+
+    class Model(Language):
+        def hidden(self, input_ids: Tensor) -> Tensor:
+            hidden, mask = self.embed(input_ids), (input_ids > 2).unsqueeze(-1)
+            for layer in self.layers:
+                hidden = layer(hidden, mask)
+            return hidden
+
+    model = Model(Masked(), Masked(), Masked())
+    model.layers[2].gate.weight = model.layers[0].gate.weight
+    assert groups(model) == [["layers.0", "layers.1", "layers.2"]]
+
+
 def test_probing_changes_nothing() -> None:
     class Counting(Layer):
         def __init__(self) -> None:
