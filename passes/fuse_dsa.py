@@ -37,7 +37,9 @@ from moec.compiler.pattern import (
     used_outside,
     var,
 )
-from moec.passes.masks import Linear, NotUnderstood, evaluate, understand
+from moec.passes.mask_rules import evaluate
+from moec.passes.mask_values import Linear
+from moec.passes.masks import NotUnderstood, understand
 from moec.passes.recognize_norm import DIV, MUL
 from moec.passes.rewrite import Finder, Refused, Rewriter, Sign, apply_rules
 

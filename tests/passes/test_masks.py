@@ -49,10 +49,12 @@ CAUSAL: dict[str, Callable[[], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", sorted(CAUSAL))
-@pytest.mark.parametrize("shape", ["matrix", "expanded"])
+@pytest.mark.parametrize("shape", ["matrix", "expanded", "viewed"])
 def test_causal(name: str, shape: str) -> None:
     def function() -> Tensor:
         mask = CAUSAL[name]()
+        if shape == "viewed":
+            return mask.reshape(1, 1, T, T)
         return mask[None, None].expand(B, 1, T, T) if shape == "expanded" else mask
 
     assert _meaning(function) == Mask(causal=True)
@@ -81,6 +83,17 @@ def test_documents() -> None:
     assert (mask.causal, mask.window) == (True, 0)
     assert mask.documents is not None
     assert mask.documents.op == "placeholder"
+
+
+def test_documents_viewed_and_squeezed() -> None:
+    def function(ids: Tensor) -> Tensor:
+        same = ids.reshape(B, 1, T, 1) == ids.reshape(B, 1, 1, T)
+        seen = CAUSAL["positions"]() & same.squeeze(1)
+        return seen.reshape(B, 1, T, T)[:, 0].unsqueeze(1)
+
+    mask = _meaning(function, IDS)
+    assert mask.causal
+    assert mask.documents is not None
 
 
 def test_documents_hidden() -> None:
