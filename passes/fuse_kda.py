@@ -75,11 +75,10 @@ class FuseKda(Pass):
 class _Operand:
     """q, k or v: the node [B, T, heads * width] that its heads are cut from, and what was done on the way.
 
-    head: the last node before the recurrence. eps: of the l2_norm, 0 without one. dtype: what the stage computes in.
-    inner: the nodes in between.
+    eps: of the l2_norm, 0 without one. dtype: what the norm, or else the recurrence, reads. inner: the nodes in
+    between.
     """
 
-    name: str
     flat: fx.Node
     heads: int
     width: int
@@ -107,7 +106,7 @@ def _find(delta: fx.Node) -> Match | Failure:
         q, k, v, g, beta, documents, initial, scale, chunk = bound_args(delta)
         if initial is not None:
             raise Refused("the recurrence starts from a given state")
-        if any(user.args[1] != 0 for user in delta.users):
+        if len(delta.users) != 1 or any(user.args[1] != 0 for user in delta.users):
             raise Refused("the final state is used")
         queries, keys, values = _operand("q", q), _operand("k", k), _operand("v", v)
         if (queries.heads, queries.repeats, queries.eps) != (keys.heads, keys.repeats, keys.eps):
@@ -202,7 +201,7 @@ def _operand(name: str, node: fx.Node) -> _Operand:
         raise Refused(f"{name} is cut into heads in an unknown way")
     inner.append(node)
     flat_node = origin(source_of(node))
-    return _Operand(name, flat_node, int(heads.shape[2]), int(heads.shape[3]), repeats, eps, dtype, inner)
+    return _Operand(flat_node, int(heads.shape[2]), int(heads.shape[3]), repeats, eps, dtype, inner)
 
 
 def _output(delta: fx.Node) -> _Output:

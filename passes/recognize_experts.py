@@ -80,7 +80,7 @@ def grouped_matmuls(graph: fx.Graph) -> Targets:
 
 
 def _find_permute(sort: fx.Node) -> Match | Failure:
-    flat = match(op(_SORT, op(RESHAPES, var("indices"), anything()), *[anything()] * 2), sort, exclusive=False)
+    flat = match(_sorted_experts, sort, exclusive=False)
     if not isinstance(flat, Match):
         return flat
     shape = tensor_meta(flat["indices"])
@@ -108,6 +108,8 @@ def _find_permute(sort: fx.Node) -> Match | Failure:
     return Match(rows[0].root, captures, nodes)
 
 
+_flat = op(RESHAPES, var("indices"), items(anything()))
+_sorted_experts = op(aten("sort.default"), _flat, dim(-1)) | op(aten("sort.stable"), _flat, anything(), dim(-1))
 _token = op(_FLOOR_DIVIDE, var("slots"), number("choices"))
 _token = _token | op(aten("div.Tensor_mode"), var("slots"), number("choices"), "floor")
 _rows = op(_INDEX, var("tokens"), items(_token))
@@ -146,7 +148,7 @@ _PERMUTE = Finder("permute", _SORT, _find_permute, _rewrite_permute)
 
 
 def _linear_rules(grouped: Targets) -> list[Rule]:
-    product = op(grouped, var("x"), var("weight"), var("offsets"), name="product", where=_plain)
+    product = op(grouped, var("x"), var("weight"), var("offsets"), name="product")
     looked_up = op(_INDEX, var("bias"), items(var("ids")), name="looked_up")
     return [
         Rule("grouped_linear", op(ADD, product, looked_up, commutes=True), _rewrite_linear),
@@ -154,16 +156,14 @@ def _linear_rules(grouped: Targets) -> list[Rule]:
     ]
 
 
-def _plain(node: fx.Node) -> str:
-    extra = [value for value in node.args[3:] if value is not None]
-    return "it has further arguments" if extra else ""
-
-
 def _rewrite_linear(found: Match, rewriter: Rewriter) -> str:
     offsets, weight = found["offsets"], found["weight"]
     permute = source_of(offsets) if offsets.target is operator.getitem else offsets
     if permute.target is not torch.ops.moec.permute.default:
         raise Refused("its row counts do not come from a recognised sort of expert indices")
+    matrices = tensor_meta(weight)
+    if matrices is None or matrices.dim() != 3:
+        raise Refused("its weight is not one matrix per expert")
     if "bias" in found and not _are_sorted_experts(found["ids"], permute):
         raise Refused("its bias is not looked up by the expert of each row")
     transposed = swapped_dims(weight) != (1, 2)
@@ -178,7 +178,7 @@ def _rewrite_linear(found: Match, rewriter: Rewriter) -> str:
 
 def _are_sorted_experts(ids: fx.Node, permute: fx.Node) -> bool:
     """Whether ids are the values of a sort of the same expert indices."""
-    found = match(item(op(_SORT, op(RESHAPES, var("indices"), anything()), *[anything()] * 2), 0), ids, exclusive=False)
+    found = match(item(_sorted_experts, 0), ids, exclusive=False)
     return isinstance(found, Match) and origin(permute.args[1]) is found["indices"]  # type: ignore[arg-type]
 
 
