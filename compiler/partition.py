@@ -128,7 +128,7 @@ class _Chooser:
 
     def _decide(self, node: fx.Node) -> list[fx.Node]:
         """Place one value; returns the values that must be available for it."""
-        if node.op == "placeholder" or node in self.again or node in self._saved or not _has_tensor(node):
+        if node.op in ("placeholder", "get_attr") or node in self.again or node in self._saved or not _has_tensor(node):
             return []
         maker = node.args[0] if is_getitem(node) and not _is_view(node) else node
         assert isinstance(maker, fx.Node)

@@ -53,15 +53,18 @@ class StateMap:
     images: list[int] | None
 
     @classmethod
-    def of(cls, model: nn.Module, aliases: dict[str, str], without_gradient: list[str], view: TrainingView) -> StateMap:
+    def of(cls, model: nn.Module, without_gradient: list[str], view: TrainingView) -> StateMap:
         """The map of a module as it is now."""
         images = None if view.images is None else list(view.images)
-        empty = cls({}, {}, aliases, without_gradient, view.vocabulary, images)
+        empty = cls({}, {}, {}, without_gradient, view.vocabulary, images)
         return empty.with_tensors_of(model)
 
     def with_tensors_of(self, model: nn.Module) -> StateMap:
-        """This map with the weights and buffers of a model in place of its own, to compare the two."""
+        """This map with the weights, buffers and ties of a model in place of its own, to compare the two."""
         saved = set(model.state_dict())
+        first: dict[int, str] = {}
+        tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+        owners = {path: first.setdefault(id(tensor), path) for path, tensor in tensors}
         weights = {
             path: {**_describe(weight), "requires_grad": weight.requires_grad}
             for path, weight in model.named_parameters(remove_duplicate=False)
@@ -70,11 +73,13 @@ class StateMap:
             path: {**_describe(buffer), "persistent": path in saved}
             for path, buffer in model.named_buffers(remove_duplicate=False)
         }
-        return replace(self, weights=weights, buffers=buffers)
+        aliases = {path: owner for path, owner in owners.items() if owner != path}
+        return replace(self, weights=weights, buffers=buffers, aliases=aliases)
 
     def digest(self) -> str:
-        """Changes when any path, shape, dtype or trained flag does."""
-        return hashlib.sha256(json.dumps([self.weights, self.buffers], sort_keys=True).encode()).hexdigest()[:16]
+        """Changes when any path, shape, dtype, trained flag or tie does."""
+        content = [self.weights, self.buffers, self.aliases]
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def write_artifact(
@@ -180,6 +185,10 @@ def _first_difference(saved: StateMap, here: StateMap) -> tuple[str, Any, Any]:
         for path in sorted({*one, *two}):
             if one.get(path) != two.get(path):
                 return path, one.get(path, "absent"), two.get(path, "absent")
+    for path in sorted({*saved.aliases, *here.aliases}):
+        ties = [f"tied to {m.aliases[path]}" if path in m.aliases else "not tied" for m in (saved, here)]
+        if ties[0] != ties[1]:
+            return path, ties[0], ties[1]
     return "weights", "another order", "this order"
 
 

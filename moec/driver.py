@@ -94,7 +94,7 @@ def compile(model: nn.Module, plan: Plan | None = None) -> CompiledStep:
 def write(compilation: Compilation, folder: Path) -> None:
     """Write a compilation as an artefact that `moec.load` reads."""
     assert compilation.program is not None
-    model, captured = compilation.model, compilation.captured
+    model = compilation.model
     unreached = weights_without_gradient(compilation)
     write_artifact(
         folder,
@@ -102,7 +102,7 @@ def write(compilation: Compilation, folder: Path) -> None:
         plan=compilation.plan,
         log=compilation.log,
         stages=compilation.stages,
-        state_map=StateMap.of(model, captured.tied, unreached, compilation.view),
+        state_map=StateMap.of(model, unreached, compilation.view),
         device=str(_device(model)),
         derived_buffers=derived_buffers(model),
     )

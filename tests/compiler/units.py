@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export.graph_signature import InputKind
 
+from moec.compiler.capture import _inline_constant
 from moec.compiler.differentiate import Joint, differentiate
 from moec.compiler.graph import InputValue, OutputValue, Signature, Unit, source_line
 from moec.compiler.partition import Partitioned, partition
@@ -23,7 +24,11 @@ def unit_of(module: nn.Module, *args: Tensor, dynamic_shapes: Any = None, name: 
     parameters = dict(module.named_parameters(remove_duplicate=False))
     given = iter(args)
     inputs = []
-    for spec in exported.graph_signature.input_specs:
+    placeholders = exported.graph_module.graph.find_nodes(op="placeholder")
+    for node, spec in zip(placeholders, exported.graph_signature.input_specs, strict=True):
+        if spec.kind not in _KINDS:
+            _inline_constant(exported.graph_module, node, exported.constants[str(spec.target)])
+            continue
         kind: Any = _KINDS[spec.kind]
         source = next(given) if kind == "input" else parameters.get(str(spec.target))
         inputs.append(InputValue(kind, str(spec.target or spec.arg.name), source is not None and source.requires_grad))
