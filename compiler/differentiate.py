@@ -95,7 +95,7 @@ def _fresh_results(unit: Unit) -> Iterator[None]:
     finally:
         output.args = before
         for copy, node in zip(copies, before[0], strict=True):  # type: ignore[arg-type]
-            if copy is not node:
+            if copy is not node and isinstance(copy, fx.Node):
                 unit.graph.erase_node(copy)
         unit.module.recompile()
 

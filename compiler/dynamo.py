@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, fx
 
 from moec.compiler._torch_compat import (
+    FakeTensor,
     FakeTensorMode,
     HigherOrderOperator,
     enable_python_dispatcher,
@@ -81,7 +82,7 @@ def runnable(unit: Unit, dynamo: fx.GraphModule) -> tuple[fx.GraphModule, list[T
     ):
         node._dynamo_source = getattr(original, "_dynamo_source", None)
     module.meta.update(dynamo.meta)
-    module._param_name_to_source = getattr(dynamo, "_param_name_to_source", {})
+    setattr(module, "_param_name_to_source", getattr(dynamo, "_param_name_to_source", {}))  # noqa: B010 (a dict)
     return module, constants
 
 
@@ -113,7 +114,7 @@ def _trace(dynamo: fx.GraphModule, fakes: list[Any]) -> tuple[fx.GraphModule, li
         with fx.traceback.preserve_node_meta():
             return interpreter.run(*args)
 
-    mode = next((fake.fake_mode for fake in fakes if isinstance(fake, Tensor)), None) or FakeTensorMode()
+    mode = next((fake.fake_mode for fake in fakes if isinstance(fake, FakeTensor)), None) or FakeTensorMode()
     enabled = torch.is_grad_enabled()
     try:
         with mode, enable_python_dispatcher():
@@ -183,7 +184,8 @@ def _put_back(traced: fx.GraphModule, node: fx.Node, dynamo: fx.GraphModule, ori
         results = [path for path, v in pytree.tree_flatten_with_path(call.meta["val"])[0] if isinstance(v, Tensor)]
         for user in list(node.users):
             value = call
-            for key in results[user.args[1]]:  # type: ignore[index]
+            keys: Any = results[user.args[1]]  # type: ignore[index]
+            for key in keys:
                 value = traced.graph.call_function(operator.getitem, (value, key.idx))
                 value.meta = dict(user.meta)
             user.replace_all_uses_with(value)
@@ -257,7 +259,7 @@ def _made_inside(value: Any, inside: dict[fx.Node, None]) -> bool:
 
 
 def _lift_constants(module: fx.GraphModule) -> list[Tensor]:
-    constants = []
+    constants: list[Tensor] = []
     placeholders = module.graph.find_nodes(op="placeholder")
     after = placeholders[-1] if placeholders else None
     for node in module.graph.find_nodes(op="get_attr"):

@@ -62,14 +62,15 @@ def add_choice(chosen: dict[str, str], op: str, text: str) -> None:
 
 def _choose(node: fx.Node) -> str:
     reasons = []
-    for candidate in IMPLEMENTATIONS.get(node.target, ()):  # type: ignore[arg-type]
+    op: Any = node.target
+    for candidate in IMPLEMENTATIONS.get(op, ()):
         reason = candidate.refusal(node)
         if not reason:
             node.target = candidate.target
             return candidate.name
         reasons.append(f"{candidate.name}: {reason}")
     text = "reference, plain PyTorch inside the op"
-    rule = TUNING.get(node.target)  # type: ignore[arg-type]
+    rule = TUNING.get(op)
     tuning = rule(node) if rule is not None else None
     if tuning is not None:
         _set_arguments(node, tuning.arguments)

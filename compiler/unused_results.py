@@ -9,6 +9,7 @@ that differ in what is used get templates of their own.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -46,10 +47,10 @@ def detach_unused_results(captured: Capture, objective: str) -> list[str]:
 def _used_results(captured: Capture, objective: str) -> dict[str, frozenset[int]]:
     """Layer path -> positions of the results from which a gradient can come back."""
     outer = captured.program.outer.graph
-    start = outer.output_node().args[0][captured.results.index(objective)]  # type: ignore[index]
+    start: Any = outer.output_node().args[0][captured.results.index(objective)]  # type: ignore[index]
     found: dict[str, set[int]] = {}
     seen: set[fx.Node] = set()
-    stack = [start]
+    stack: list[fx.Node] = [start]
     while stack:
         node = stack.pop()
         if node in seen or not _passes_gradient(node):

@@ -205,10 +205,12 @@ def swapped_dims(node: fx.Node) -> tuple[int, int] | None:
         return None
     rank = tensor.dim()
     if node.target in aten("transpose.int", "swapaxes.default", "swapdims.default"):
-        first, second = sorted(value % rank for value in node.args[1:3])  # type: ignore[operator]
+        pair: Any = node.args[1:3]
+        first, second = sorted(value % rank for value in pair)
         return first, second
     if node.target in aten("permute.default"):
-        order = [value % rank for value in node.args[1]]  # type: ignore[union-attr]
+        dims: Any = node.args[1]
+        order = [value % rank for value in dims]
         moved = [position for position, value in enumerate(order) if value != position]
         return (moved[0], moved[1]) if len(moved) == 2 else (0, 0) if not moved else None
     if node.target in aten("t.default", "mT.default", "numpy_T.default"):

@@ -133,7 +133,7 @@ def test_an_absent_tensor_makes_the_rest_keywords() -> None:
     assert torch.equal(found, torch.ops.moec.short_conv(x, SQUARE, None, "silu"))
 
 
-@pytest.mark.parametrize("target", _BUILTINS, ids=str)
+@pytest.mark.parametrize("target", _BUILTINS, ids=lambda target: target.__name__)
 def test_arithmetic_on_sizes_is_written_as_python(target: Any) -> None:
     arguments = {1: (7.0 if target is torch.sym_float else 7,), 2: (7, 2)}
     if getattr(target, "__name__", "") == "getitem":
