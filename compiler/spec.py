@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from moec.compiler._torch_compat import OpOverload
+from moec.compiler._torch_compat import HigherOrderOperator, OpOverload, set_grad_enabled_op
 from moec.compiler.differentiate import Joint
 from moec.compiler.errors import PassError
 from moec.compiler.graph import Unit, module_path, source_line
@@ -120,6 +120,8 @@ def _is_written(argument: Any) -> bool:
 def _known_target(unit: Unit, node: fx.Node) -> str:
     if node.op != "call_function" or isinstance(node.target, OpOverload):
         return ""
+    if isinstance(node.target, HigherOrderOperator) or node.target is set_grad_enabled_op:
+        return ""  # only in graphs of the torch.compile backend, where passes leave them as they are
     if node.target in _SIZE_ARITHMETIC or getattr(node.target, "__module__", "") == "torch.fx.experimental._sym":
         return ""
     return f"{node.target!r} is neither a registered op nor arithmetic on sizes"

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from moec.compiler import dialect
+from moec.compiler.differentiate import Joint, differentiate
 from moec.compiler.errors import PassError
-from moec.compiler.graph import Unit
+from moec.compiler.graph import Signature, Unit
+from moec.compiler.partition import partition
 from moec.compiler.pass_manager import Pass, PassContext, Report
-from moec.compiler.spec import AROUND, RULES, check_stage
+from moec.compiler.spec import AROUND, RULES, check_joint, check_placed, check_stage
 
 from .units import unit_of
 
@@ -119,3 +123,62 @@ def test_the_error_shows_where_and_what_is_around() -> None:
 def middle_after(unit: Unit) -> fx.Node:
     (node,) = [node for node in unit.graph.nodes if node.target is torch.tanh]
     return node
+
+
+class Routed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(4, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, experts = dialect.route(
+            self.gate(x), None, top_k=2, score="sigmoid", softmax_after_topk=False, renormalize=True, scale=1.0
+        )
+        return torch.sin(weights) * (experts + 1)
+
+
+def joint() -> Joint:
+    return differentiate(unit_of(Routed(), torch.randn(3, 4, requires_grad=True)))
+
+
+def test_joint_and_placed_graphs_hold_their_specs() -> None:
+    found = joint()
+    check_joint(found)
+    check_placed(partition(found))
+    check_placed(partition(joint(), recompute=True))
+
+
+def test_a_gradient_that_nobody_wants_is_an_error() -> None:
+    found = joint()
+    signature = found.unit.signature
+    found.unit.signature = Signature(
+        tuple(replace(v, requires_grad=False) for v in signature.inputs), signature.outputs
+    )
+    with pytest.raises(PassError, match=r"has gradients of gate.bias, gate.weight, x, which wants none"):
+        check_joint(found)
+
+
+def test_a_write_in_a_joint_graph_is_an_error() -> None:
+    found = joint()
+    (sine,) = found.graph.find_nodes(op="call_function", target=aten.sin.default)
+    sine.target = aten.sin_.default
+    with pytest.raises(PassError, match=r"nothing is written in place") as caught:
+        check_joint(found)
+    assert "aten.sin_.default writes its argument self in place" in caught.value.why
+
+
+def test_a_saved_value_that_nobody_reads_is_an_error() -> None:
+    parts = partition(joint())
+    for node in parts.backward.find_nodes(op="placeholder"):
+        if node.meta["role"] == ("saved", 0):
+            node.meta["role"] = ("saved", 1)
+    with pytest.raises(PassError, match=f"saves {parts.saved[0].name}, which its backward never reads"):
+        check_placed(parts)
+
+
+def test_a_routing_decision_taken_twice_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moec.compiler.partition.may_recompute", lambda node: (True, ""))
+    parts = partition(joint(), recompute=True)
+    with pytest.raises(PassError, match="what must run once runs once") as caught:
+        check_placed(parts)
+    assert "route is a decision that must be taken once" in caught.value.why
