@@ -69,8 +69,8 @@ def shape_refusal(values: dict[str, Any]) -> str:
         return "only some of q, k and v have a convolution"
     if all(given):
         taps = {values[name].shape[1] for name in ("conv_q", "conv_k", "conv_v")}
-        if len(taps) > 1 or max(taps) > 8:
-            return f"convolutions of {sorted(taps)} taps, expected one width of at most 8"
+        if len(taps) > 1 or max(taps) > 4:
+            return f"convolutions of {sorted(taps)} taps, expected one width of at most 4"
     return ""
 
 

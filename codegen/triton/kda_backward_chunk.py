@@ -13,6 +13,7 @@ from moec.codegen.triton.kda_tiles import (
     activated,
     cut_steps,
     document_rows,
+    exp2,
     gate_logits,
     level_pairs,
     load_paths,
@@ -21,6 +22,7 @@ from moec.codegen.triton.kda_tiles import (
     mixed_rows,
     path_steps,
     path_sums,
+    sigmoid,
     store_unit_rows,
     through_activation,
     unit_rows,
@@ -30,7 +32,7 @@ from moec.codegen.triton.kda_tiles import (
 @triton.jit(do_not_specialize=["length", "chunks", "width", "value_width", "rows_of"])
 def kda_backward_chunk(
     q, k, v, gate, beta, A_log, dt_bias, conv_q, conv_k, conv_v, documents, paths,
-    inverse, states, updates, grad_o, grad_updates, grad_states,
+    inverse, pairs, states, updates, grad_o, grad_updates, grad_states,
     grad_q, grad_k, grad_v, grad_gate, grad_beta, partials,
     length, chunks, width, value_width, rows_of, lower_bound, l2_eps, scale, columns,
     HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
@@ -40,7 +42,8 @@ def kda_backward_chunk(
     """One program per (chunk, batch row and value head).
 
     With R = A^T dU, the right-hand side of the solve gets beta R and the system -strict_lower(R U^T): U are the
-    updates, so the factors of the forward are not needed again.
+    updates, so the factors of the forward are not needed again. inverse, pairs and grad_updates are overwritten: what is
+    used by every slice of channels waits there rather than in registers.
 
     grad_q, grad_k [B, T, HV, K] and grad_v [B, T, HV, V] are those of the convolutions' results before SiLU, by value
     head; grad_gate and grad_beta have the shape of their inputs. partials [B * chunks, columns], float32, gets the
@@ -61,34 +64,8 @@ def kda_backward_chunk(
     by_v = tile * C * V + row * V + of_v[None, :]
     share = partials + (batch * chunks + chunk) * columns
 
-    strength = tl.sigmoid(
-        tl.load(beta + (start + rows) * VALUE_HEADS + value_head, mask=valid, other=0.0).to(tl.float32)
-    )
+    strength = sigmoid(tl.load(beta + (start + rows) * VALUE_HEADS + value_head, mask=valid, other=0.0).to(tl.float32))
     strength = tl.where(valid, strength, 0.0)
-
-    # The solve, and v.
-    v += start * VALUE_HEADS * V + value_head * V
-    conv_v += value_head * V * WIDTH
-    # The gradient of beta's logit is beta (1 - beta) grad_beta: beta * grad_beta is what is summed here.
-    strength_grad = tl.zeros((C,), tl.float32)
-    grad_keys = tl.zeros((C, C), tl.float32)
-    grad_queries = tl.zeros((C, C), tl.float32)
-    solve = tl.trans(tl.load(inverse + tile * C * C + row * C + column))
-    for part in tl.range(0, value_width, BK, num_stages=1):
-        of_part = part + tl.arange(0, BK)
-        by_part = tile * C * V + row * V + of_part[None, :]
-        right = tl.dot(solve, tl.load(grad_updates + by_part), input_precision="ieee") * strength[:, None]
-        mixed = mixed_rows(v, conv_v, documents, rows, length, VALUE_HEADS * V, of_part, WIDTH, PACKED)
-        strength_grad += tl.sum(right * activated(mixed, WIDTH), 1)
-        place = (start + rows)[:, None] * (VALUE_HEADS * V) + value_head * V + of_part[None, :]
-        tl.store(grad_v + place, through_activation(right, mixed, WIDTH).to(grad_v.dtype.element_ty), mask=inside)
-        narrow = right.to(DTYPE)
-        across = tl.trans(tl.load(updates + by_part))
-        grad_keys = tl.dot(narrow, across, grad_keys, input_precision="ieee")
-        grad_queries = tl.dot(tl.load(grad_o + by_part), across, grad_queries, input_precision="ieee")
-        tl.debug_barrier()
-        tl.store(grad_updates + by_part, narrow)
-    grad_keys = tl.where(column < row, -grad_keys, 0.0)
 
     # q and k, normalised: through memory, so that slices of BK channels keep the rest in registers.
     document, starts = document_rows(documents, rows, length, PACKED)
@@ -105,7 +82,34 @@ def kda_backward_chunk(
                     scale, K, C, ROWS, WIDTH, PACKED, True)  # fmt: skip
     tl.debug_barrier()
 
+    # The solve, and v.
+    v += start * VALUE_HEADS * V + value_head * V
+    conv_v += value_head * V * WIDTH
+    # The gradient of beta's logit is beta (1 - beta) grad_beta: beta * grad_beta is what is summed here.
+    strength_grad = tl.zeros((C,), tl.float32)
+    grad_keys = tl.zeros((C, C), tl.float32)
+    grad_queries = tl.zeros((C, C), tl.float32)
+    square = tile * C * C + row * C + column
+    solve = tl.trans(tl.load(inverse + square))
+    for part in tl.range(0, value_width, BK, num_stages=1):
+        of_part = part + tl.arange(0, BK)
+        by_part = tile * C * V + row * V + of_part[None, :]
+        right = tl.dot(solve, tl.load(grad_updates + by_part), input_precision="ieee") * strength[:, None]
+        mixed = mixed_rows(v, conv_v, documents, rows, length, VALUE_HEADS * V, of_part, WIDTH, PACKED)
+        strength_grad += tl.sum(right * activated(mixed, WIDTH), 1)
+        place = (start + rows)[:, None] * (VALUE_HEADS * V) + value_head * V + of_part[None, :]
+        tl.store(grad_v + place, through_activation(right, mixed, WIDTH).to(grad_v.dtype.element_ty), mask=inside)
+        narrow = right.to(DTYPE)
+        across = tl.trans(tl.load(updates + by_part))
+        grad_keys = tl.dot(narrow, across, grad_keys, input_precision="ieee")
+        grad_queries = tl.dot(tl.load(grad_o + by_part), across, grad_queries, input_precision="ieee")
+        tl.debug_barrier()
+        tl.store(grad_updates + by_part, narrow)
     own = tl.sum(tl.where(row == column, grad_queries, 0.0), 1)[:, None]
+    tl.debug_barrier()
+    tl.store(inverse + square, (-grad_keys).to(DTYPE))
+    tl.store(pairs + square, grad_queries.to(DTYPE))
+    tl.debug_barrier()
     rate_grad = tl.zeros((C,), tl.float32)
     scalar_grad = tl.zeros((C,), tl.float32)
     for part in tl.range(0, width, BK, num_stages=1):
@@ -113,18 +117,18 @@ def kda_backward_chunk(
         k_row = tl.load(grad_k + by_k + of_part[None, :], mask=inside, other=0.0).to(tl.float32)
         q_row = tl.load(grad_q + by_k + of_part[None, :], mask=inside, other=0.0).to(tl.float32)
         logits = gate_logits(gate, dt_bias, start, value_head, rows, length, of_part, VALUE_HEADS, K, SCALAR)
-        high, low = path_steps(logits, rate, lower_bound, rows, length, C, BK, BOUNDED, DTYPE)
+        steps = path_steps(logits, rate, lower_bound, rows, length, C, BK, BOUNDED, DTYPE)
         # A row's pair with itself has no decay.
         dq = own * k_row
         dk = own * q_row
         dg = tl.zeros((C, BK), tl.float32)
         if DIAGONAL > 1:
-            exponent = path_sums(load_paths(paths, MIDDLE, C), high, low)
-            factor = tl.exp2(exponent)
+            exponent = path_sums(load_paths(paths, MIDDLE, C), steps)
+            factor = exp2(exponent)
             meet = middle_pairs(row, column, document[:, None], document[None, :], DIAGONAL, PACKED) & (column < row)
-            keys = tl.where(meet, grad_keys, 0.0).to(DTYPE)
-            queries = tl.where(meet, grad_queries, 0.0).to(DTYPE)
-            narrow = (k_row * tl.exp2(-exponent)).to(DTYPE)
+            keys = tl.where(meet, tl.load(inverse + square), 0.0).to(DTYPE)
+            queries = tl.where(meet, tl.load(pairs + square), 0.0).to(DTYPE)
+            narrow = (k_row * exp2(-exponent)).to(DTYPE)
             through = tl.dot(queries, narrow, input_precision="ieee") * factor
             dq += through
             dexponent = through * q_row
@@ -135,19 +139,19 @@ def kda_backward_chunk(
             dexponent += through
             through = tl.dot(tl.trans(keys), (k_row * factor).to(DTYPE), input_precision="ieee")
             through = tl.dot(tl.trans(queries), (q_row * factor).to(DTYPE), through, input_precision="ieee")
-            through *= tl.exp2(-exponent)
+            through *= exp2(-exponent)
             dk += through
             dexponent -= through * k_row
             back = tl.trans(load_paths(paths, MIDDLE, C))
             dg = tl.dot(back, dexponent.to(DTYPE), dg, input_precision="ieee")
-        high, low = cut_steps(high, low, starts, DTYPE, PACKED)
+        steps = cut_steps(steps, starts, DTYPE, PACKED)
         for level in tl.static_range(LEVELS):
             HALF = C >> (level + 1)
             if HALF >= DIAGONAL:
-                factor = tl.exp2(path_sums(load_paths(paths, LEVEL + level, C), high, low))
+                factor = exp2(path_sums(load_paths(paths, LEVEL + level, C), steps))
                 meet = level_pairs(row, column, HALF)
-                keys = tl.where(meet, grad_keys, 0.0).to(DTYPE)
-                queries = tl.where(meet, grad_queries, 0.0).to(DTYPE)
+                keys = tl.where(meet, tl.load(inverse + square), 0.0).to(DTYPE)
+                queries = tl.where(meet, tl.load(pairs + square), 0.0).to(DTYPE)
                 # A row meets others of its level either as a row or as a column, so one sum holds both.
                 keys += tl.trans(keys)
                 narrow = (k_row * factor).to(DTYPE)
@@ -165,11 +169,11 @@ def kda_backward_chunk(
                 dg = tl.dot(back, dexponent.to(DTYPE), dg, input_precision="ieee")
 
         # The entering state, read by q and k, decayed from the chunk's start.
-        factor = tl.exp2(path_sums(load_paths(paths, START, C), high, low))
+        factor = exp2(path_sums(load_paths(paths, START, C), steps))
         by_state = tile * K * V + of_part[:, None] * V + of_v[None, :]
         state = tl.load(states + by_state)
         leaving = tl.load(grad_states + by_state)
-        total = tl.exp2(tl.sum(high.to(tl.float32) + low.to(tl.float32), 0))
+        total = exp2(tl.sum(steps.to(tl.float32), 0))
         dg += (total * tl.sum(state.to(tl.float32) * leaving.to(tl.float32), 1))[None, :]
         state = tl.trans(state)
         through = tl.dot(tl.load(grad_o + by_v), state, input_precision="ieee") * factor
@@ -183,7 +187,7 @@ def kda_backward_chunk(
         dg = tl.dot(tl.trans(load_paths(paths, START, C)), dexponent.to(DTYPE), dg, input_precision="ieee")
 
         # The leaving state, written by k, decayed to the chunk's end.
-        factor = tl.exp2(path_sums(load_paths(paths, END, C), high, low))
+        factor = exp2(path_sums(load_paths(paths, END, C), steps))
         through = tl.dot(tl.load(updates + by_v), tl.trans(leaving), input_precision="ieee") * factor
         dk += through
         dg = tl.dot(tl.trans(load_paths(paths, END, C)), (through * k_row).to(DTYPE), dg, input_precision="ieee")
@@ -225,11 +229,11 @@ def _through_gate(dg, logits, rate, lower_bound, inside, BOUNDED: tl.constexpr):
     """Gradients of the logits and, by row and channel, of A_log = log(rate), from that of the log decay."""
     if BOUNDED:
         # sigmoid(-x) rather than 1 - sigmoid(x), which is zero long before the gradient is.
-        dg *= lower_bound * rate * tl.sigmoid(rate * logits) * tl.sigmoid(-rate * logits)
+        dg *= lower_bound * rate * sigmoid(rate * logits) * sigmoid(-rate * logits)
         drate = dg * logits
     else:
         drate = dg * log_decay(logits, rate, lower_bound, BOUNDED)
-        dg *= -rate * tl.sigmoid(logits)
+        dg *= -rate * sigmoid(logits)
     return tl.where(inside, dg, 0.0), tl.where(inside, drate, 0.0)
 
 

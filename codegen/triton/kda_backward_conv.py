@@ -11,13 +11,13 @@ def kda_backward_conv(
     grad_mixed_q, grad_mixed_k, grad_mixed_v, q, k, v, conv_q, conv_k, conv_v, grad_q, grad_k, grad_v, documents,
     partials, length, blocks, repeats,
     HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr,
-    WIDTH: tl.constexpr, TAPS: tl.constexpr, PACKED: tl.constexpr,
+    WIDTH: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Programs: (block of `repeats` * ROWS rows, head of q, then of k, then of v, batch row).
 
     grad_mixed_q and grad_mixed_k [B, T, HV, K] are summed over the value heads of a head. partials
     [B * blocks, (2 H K + HV V) WIDTH], float32, gets the block's share of the taps' gradients in the layout of conv_q,
-    conv_k, conv_v one after the other. TAPS is WIDTH, rounded up to a power of two.
+    conv_k, conv_v one after the other.
     """
     block, part, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     columns: tl.constexpr = (2 * HEADS * K + VALUE_HEADS * V) * WIDTH
@@ -26,17 +26,17 @@ def kda_backward_conv(
     if part < HEADS:
         _one_head(
             grad_mixed_q, q, conv_q, grad_q, share, documents, block, batch, part, length, repeats,
-            HEADS, VALUE_HEADS, K, ROWS, WIDTH, TAPS, PACKED,
+            HEADS, VALUE_HEADS, K, ROWS, WIDTH, PACKED,
         )  # fmt: skip
     elif part < 2 * HEADS:
         _one_head(
             grad_mixed_k, k, conv_k, grad_k, share + HEADS * K * WIDTH, documents, block, batch, part - HEADS, length,
-            repeats, HEADS, VALUE_HEADS, K, ROWS, WIDTH, TAPS, PACKED,
+            repeats, HEADS, VALUE_HEADS, K, ROWS, WIDTH, PACKED,
         )  # fmt: skip
     else:
         _one_head(
             grad_mixed_v, v, conv_v, grad_v, share + 2 * HEADS * K * WIDTH, documents, block, batch, part - 2 * HEADS,
-            length, repeats, VALUE_HEADS, VALUE_HEADS, V, ROWS, WIDTH, TAPS, PACKED,
+            length, repeats, VALUE_HEADS, VALUE_HEADS, V, ROWS, WIDTH, PACKED,
         )  # fmt: skip
 
 
@@ -44,7 +44,7 @@ def kda_backward_conv(
 def _one_head(
     grad_mixed, x, taps, grad_x, share, documents, block, batch, head, length, repeats,
     HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-    TAPS: tl.constexpr, PACKED: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
     of_d = tl.arange(0, D)
     taps += (head * D + of_d) * WIDTH
@@ -53,25 +53,40 @@ def _one_head(
     grad_x += batch * length * HEADS * D + head * D + of_d[None, :]
     GROUPS: tl.constexpr = VALUE_HEADS // HEADS
     grad_mixed += batch * length * VALUE_HEADS * D + head * GROUPS * D + of_d[None, :]
-    tap_sums = tl.zeros((TAPS, D), tl.float32)
-    which = tl.arange(0, TAPS)
+    # One sum for each tap, reduced over the rows at the end; the widest convolution has four.
+    sum_0 = tl.zeros((ROWS, D), tl.float32)
+    sum_1 = tl.zeros((ROWS, D), tl.float32)
+    sum_2 = tl.zeros((ROWS, D), tl.float32)
+    sum_3 = tl.zeros((ROWS, D), tl.float32)
     for step in range(repeats):
         rows = (block * repeats + step) * ROWS + tl.arange(0, ROWS)
         inside = rows < length
         value = tl.load(x + rows[:, None] * (HEADS * D), mask=inside[:, None], other=0.0).to(tl.float32)
-        if PACKED:
-            document = tl.load(documents + rows, mask=inside, other=-1)
         total = tl.zeros((ROWS, D), tl.float32)
         for back in tl.static_range(WIDTH):
             later = rows + back
             reached = inside & (later < length)
             if PACKED and back > 0:
+                document = tl.load(documents + rows, mask=inside, other=-1)
                 reached = reached & (tl.load(documents + later, mask=reached, other=-2) == document)
             grad = tl.zeros((ROWS, D), tl.float32)
             for group in tl.static_range(GROUPS):
                 source = grad_mixed + later[:, None] * (VALUE_HEADS * D) + group * D
                 grad += tl.load(source, mask=reached[:, None], other=0.0).to(tl.float32)
             total += tl.load(taps + WIDTH - 1 - back).to(tl.float32)[None, :] * grad
-            tap_sums += tl.where(which[:, None] == WIDTH - 1 - back, tl.sum(grad * value, 0)[None, :], 0.0)
+            if back == 0:
+                sum_0 += grad * value
+            elif back == 1:
+                sum_1 += grad * value
+            elif back == 2:
+                sum_2 += grad * value
+            else:
+                sum_3 += grad * value
         tl.store(grad_x + rows[:, None] * (HEADS * D), total.to(grad_x.dtype.element_ty), mask=inside[:, None])
-    tl.store(share[None, :] + which[:, None], tap_sums, mask=(which < WIDTH)[:, None])
+    tl.store(share + WIDTH - 1, tl.sum(sum_0, 0))
+    if WIDTH > 1:
+        tl.store(share + WIDTH - 2, tl.sum(sum_1, 0))
+    if WIDTH > 2:
+        tl.store(share + WIDTH - 3, tl.sum(sum_2, 0))
+    if WIDTH > 3:
+        tl.store(share + WIDTH - 4, tl.sum(sum_3, 0))

@@ -13,6 +13,7 @@ from moec.codegen.triton.kda_tiles import (
     activated,
     cut_steps,
     document_rows,
+    exp2,
     gate_logits,
     level_pairs,
     load_paths,
@@ -20,6 +21,7 @@ from moec.codegen.triton.kda_tiles import (
     mixed_rows,
     path_steps,
     path_sums,
+    sigmoid,
     store_unit_rows,
     unit_lower_inverse,
 )
@@ -70,41 +72,41 @@ def kda_forward_chunk(
         k_row = tl.load(keys_in + by_part).to(tl.float32)
         q_row = tl.load(queries_in + by_part).to(tl.float32)
         logits = gate_logits(gate, dt_bias, start, value_head, rows, length, of_part, VALUE_HEADS, K, SCALAR)
-        high, low = path_steps(logits, rate, lower_bound, rows, length, C, BK, BOUNDED, DTYPE)
+        steps = path_steps(logits, rate, lower_bound, rows, length, C, BK, BOUNDED, DTYPE)
         if DIAGONAL > 1:
-            exponent = path_sums(load_paths(paths, MIDDLE, C), high, low)
-            right = tl.trans((k_row * tl.exp2(-exponent)).to(DTYPE))
+            exponent = path_sums(load_paths(paths, MIDDLE, C), steps)
+            right = tl.trans((k_row * exp2(-exponent)).to(DTYPE))
             meet = middle_pairs(row, column, document[:, None], document[None, :], DIAGONAL, PACKED)
-            factor = tl.exp2(exponent)
+            factor = exp2(exponent)
             sums = tl.dot((k_row * factor).to(DTYPE), right, input_precision="ieee")
             key_pairs += tl.where(meet & (column < row), sums, 0.0)
             query_pairs += tl.where(meet, tl.dot((q_row * factor).to(DTYPE), right, input_precision="ieee"), 0.0)
         else:
             query_pairs += tl.where(row == column, tl.sum(q_row * k_row, 1)[:, None], 0.0)
-        high, low = cut_steps(high, low, starts, DTYPE, PACKED)
+        steps = cut_steps(steps, starts, DTYPE, PACKED)
         for level in tl.static_range(LEVELS):
             HALF = C >> (level + 1)
             if HALF >= DIAGONAL:
-                factor = tl.exp2(path_sums(load_paths(paths, LEVEL + level, C), high, low))
+                factor = exp2(path_sums(load_paths(paths, LEVEL + level, C), steps))
                 left = (k_row * factor).to(DTYPE)
                 right = tl.trans(left)
                 meet = level_pairs(row, column, HALF)
                 key_pairs += tl.where(meet, tl.dot(left, right, input_precision="ieee"), 0.0)
                 left = (q_row * factor).to(DTYPE)
                 query_pairs += tl.where(meet, tl.dot(left, right, input_precision="ieee"), 0.0)
-        factor = tl.exp2(path_sums(load_paths(paths, START, C), high, low))
+        factor = exp2(path_sums(load_paths(paths, START, C), steps))
         tl.debug_barrier()
         tl.store(queries_in + by_part, (q_row * factor).to(DTYPE))
         tl.store(keys_in + by_part, (k_row * factor).to(DTYPE))
-        factor = tl.exp2(path_sums(load_paths(paths, END, C), high, low))
+        factor = exp2(path_sums(load_paths(paths, END, C), steps))
         tl.store(keys_out + by_part, (k_row * factor).to(DTYPE))
-        total = tl.exp2(tl.sum(high.to(tl.float32) + low.to(tl.float32), 0))
+        total = exp2(tl.sum(steps.to(tl.float32), 0))
         tl.store(totals + tile * K + of_part, total)
     square = tile * C * C + row * C + column
     tl.store(pairs + square, query_pairs.to(DTYPE))
 
     strength = tl.load(beta + (start + rows) * VALUE_HEADS + value_head, mask=valid, other=0.0).to(tl.float32)
-    strength = tl.where(valid, tl.sigmoid(strength), 0.0)
+    strength = tl.where(valid, sigmoid(strength), 0.0)
     solve = unit_lower_inverse(strength[:, None] * key_pairs, C, LEVELS, PRECISION).to(DTYPE)
     if STORE_INVERSE:
         tl.store(inverse + square, solve)

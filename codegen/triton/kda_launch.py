@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -30,16 +29,20 @@ class Launch:
 
     chunk_warps: int = 4
     chunk_channels: int = 32
+    chunk_rows: int = 64
+    chunk_registers: int | None = None
     scan_columns: int = 32
     scan_warps: int = 4
     scan_stages: int = 3
     output_warps: int = 4
     backward_chunk_warps: int = 4
     backward_chunk_channels: int = 32
-    conv_rows: int = 32
-    conv_repeats: int = 8
+    backward_chunk_rows: int = 32
+    backward_chunk_registers: int | None = None
+    conv_rows: int = 16
+    conv_repeats: int = 16
     conv_warps: int = 4
-    inverse_precision: str = "tf32x3"
+    inverse_precision: str = "bf16x3"
 
 
 LAUNCH = Launch()
@@ -160,9 +163,11 @@ def backward(grad_y: Tensor, inputs: Inputs, launch: Launch = LAUNCH) -> tuple[T
     grad_q, grad_k = (q.new_empty(batch, length, heads * width) for _ in range(2))
     grad_v, grad_gate, grad_beta = (torch.empty_like(value) for value in (v, inputs.gate, inputs.beta))
     kda_backward_chunk[grid](
-        *_chunk_inputs(inputs), factors.inverse, factors.states, factors.updates, grad_o, grad_updates, grad_states,
+        *_chunk_inputs(inputs), factors.inverse, factors.pairs, factors.states, factors.updates, grad_o, grad_updates, grad_states,
         grad_q, grad_k, grad_v, grad_gate, grad_beta, partials, length, chunks, width, value_width, CHUNK,
-        inputs.lower_bound, inputs.l2_eps, inputs.scale, partials.shape[1], **_chunk_constants(inputs, launch.backward_chunk_channels), num_warps=launch.backward_chunk_warps,
+        inputs.lower_bound, inputs.l2_eps, inputs.scale, partials.shape[1],
+        **_chunk_constants(inputs, launch.backward_chunk_channels, launch.backward_chunk_rows),
+        num_warps=launch.backward_chunk_warps, maxnreg=launch.backward_chunk_registers,
     )  # fmt: skip
     del factors, grad_states, grad_o, grad_updates
     grads, grad_taps = _through_convolutions(inputs, (grad_q, grad_k, grad_v), launch)
@@ -199,8 +204,10 @@ def _factors(inputs: Inputs, launch: Launch, store_inverse: bool) -> Factors:
     totals, states = tile(width, dtype=torch.float32), tile(width, value_width)
     kda_forward_chunk[(chunks, lanes)](
         *_chunk_inputs(inputs), keys_in, values_in, keys_out, queries_in, pairs, inverse, totals, q.shape[1], chunks,
-        width, value_width, CHUNK, inputs.lower_bound, inputs.l2_eps, inputs.scale, **_chunk_constants(inputs, launch.chunk_channels), STORE_INVERSE=store_inverse,
+        width, value_width, CHUNK, inputs.lower_bound, inputs.l2_eps, inputs.scale,
+        **_chunk_constants(inputs, launch.chunk_channels, launch.chunk_rows), STORE_INVERSE=store_inverse,
         PRECISION=launch.inverse_precision if q.dtype != torch.float32 else "ieee", num_warps=launch.chunk_warps,
+        maxnreg=launch.chunk_registers,
     )  # fmt: skip
     block = min(launch.scan_columns, value_width)
     kda_forward_scan[(value_width // block, lanes)](
@@ -230,7 +237,7 @@ def _through_convolutions(
     kda_backward_conv[(blocks, 2 * heads + value_heads, batch)](
         *grads, *inputs[:3], *taps, *outputs, _or(inputs.document_ids, inputs.q), partials, length, blocks,
         launch.conv_repeats, HEADS=heads, VALUE_HEADS=value_heads, K=width, V=value_width, ROWS=launch.conv_rows,
-        WIDTH=inputs.taps, TAPS=triton.next_power_of_2(inputs.taps), PACKED=inputs.document_ids is not None,
+        WIDTH=inputs.taps, PACKED=inputs.document_ids is not None,
         num_warps=launch.conv_warps,
     )  # fmt: skip
     sums = partials.sum(0).split(sizes)
@@ -249,7 +256,7 @@ def _paths(device: torch.device, dtype: torch.dtype) -> Tensor:
     return path_table(CHUNK).to(device, dtype)
 
 
-def _chunk_constants(inputs: Inputs, channels: int) -> dict[str, Any]:
+def _chunk_constants(inputs: Inputs, channels: int, rows: int) -> dict[str, Any]:
     bounded = inputs.gate_kind == "bounded"
     return {
         "HEADS": inputs.heads,
@@ -257,7 +264,7 @@ def _chunk_constants(inputs: Inputs, channels: int) -> dict[str, Any]:
         "K": inputs.key_width,
         "V": inputs.value_width,
         "BK": min(channels, inputs.key_width, inputs.value_width),
-        "ROWS": 16,
+        "ROWS": rows,
         "C": CHUNK,
         "LEVELS": LEVELS,
         "DIAGONAL": MIDDLE_ROWS if bounded and 8 * abs(inputs.lower_bound) <= MIDDLE_LIMIT else 1,

@@ -5,11 +5,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from moec.codegen.triton.kda_tiles import sigmoid
+
 
 @triton.jit
 def _opening(gate, SILU: tl.constexpr):
     """The gate's activation and its derivative."""
-    open_ = tl.sigmoid(gate)
+    open_ = sigmoid(gate)
     if SILU:
         return gate * open_, open_ * (1.0 + gate * (1.0 - open_))
     return open_, open_ * (1.0 - open_)

@@ -1,0 +1,243 @@
+"""KDA on one GPU: errors against float64, launches, times and peak memory of our kernels, by shape.
+
+    python benchmarks/kda.py check                     errors beside those of the eager reference in bfloat16
+    python benchmarks/kda.py time --out FOLDER         the table, and results/kda.json rows
+    python benchmarks/kda.py profile --tokens 16384    time of every kernel
+    python benchmarks/kda.py tune                      time of every kernel under other launch settings
+
+Shapes are B=1 and "mixed" gates: channels that forget within a token beside some that remember about 1500. "core" has
+no convolution and no output norm, as the public kernels; "stage" is the whole of moec::kda.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import moec.codegen.triton  # noqa: F401  registers the kernels
+from moec.codegen.triton import kda_launch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.kernels import kda_cases
+
+LENGTHS = (1, 15, 64, 65, 130, 1000)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("check", "time", "profile", "tune"))
+    parser.add_argument("--tokens", type=int, nargs="*", default=[4096, 16384, 65536])
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--form", choices=("core", "stage"), nargs="*", default=["core", "stage"])
+    parser.add_argument("--part", type=int, nargs=2, default=(0, 1), help="of check and tune: I N, every N-th case")
+    parser.add_argument("--launch", type=Path, default=None, help="file that tune writes and check and time read")
+    parser.add_argument("--out", type=Path, default=None)
+    options = parser.parse_args()
+    {"check": _check, "time": _time, "profile": _profile, "tune": _tune}[options.what](options)
+
+
+def timed_inputs(tokens: int, heads: int, width: int, form: str) -> list[Any]:
+    """Arguments of `moec::kda` on the GPU, bfloat16; gates as in the module's docstring."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    columns = heads * width
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device="cuda", dtype=torch.bfloat16)
+
+    stage = form == "stage"
+    taps = [random(columns, 4).float() * 0.5 if stage else None for _ in range(3)]
+    shift = -9 * torch.rand(columns, generator=generator, device="cuda")
+    rates = 0.1 * torch.randn(heads, generator=generator, device="cuda")
+    return [
+        *(random(1, tokens, columns) for _ in range(4)), random(1, tokens, heads), rates, shift, *taps,
+        random(1, tokens, columns) if stage else None, torch.ones(width, device="cuda") if stage else None, None,
+        heads, heads, "bounded", -5.0, 1e-6, 1e-5, "sigmoid", width**-0.5, 64,
+    ]  # fmt: skip
+
+
+CHECKS: list[tuple[int, dict[str, Any]]] = [
+    *((length, {"heads": 2, "value_heads": 2}) for length in LENGTHS),
+    (1000, {"gates": "bound"}),
+    (1000, {"gates": "slow"}),
+    (1000, {"gates": "fast", "conv": False, "norm": False}),
+    (1000, {"packed": True, "batch": 2}),
+    (1000, {"width": 64, "value_width": 64}),
+    (1000, {"width": 64, "value_width": 128, "value_heads": 2}),
+    (1000, {"kind": "softplus", "packed": True}),
+    (1000, {"kind": "softplus", "scalar": True, "value_heads": 2, "activation": "silu"}),
+]
+
+
+def _check(options: argparse.Namespace) -> None:
+    first, step = options.part
+    for length, settings in CHECKS[first::step]:
+        settings = {"width": 128, "value_width": 128} | settings
+        arguments = kda_cases.inputs(length, dtype=torch.bfloat16, device="cuda", **settings)
+        grad = kda_cases.grad_for(arguments)
+        truth = kda_cases.reference(arguments, grad)
+        ops, inputs, launch = torch.ops.moec, kda_launch.Inputs(*arguments), _launch(options)
+        runs = [[kda_launch.forward(inputs, launch), *kda_launch.backward(grad, inputs, launch)] for _ in range(2)]
+        same = all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+        ours = kda_cases.errors(runs[0], truth)
+        eager = kda_cases.errors([ops.kda(*arguments), *ops.kda_backward(grad, *arguments)], truth)
+        worst = max(ours, key=lambda name: ours[name] / max(eager[name], 1e-9))
+        print(
+            f"T={length} {settings}: repeatable {same}, worst {worst} {ours[worst]:.1e} eager {eager[worst]:.1e};",
+            {name: f"{ours[name]:.1e}/{eager[name]:.1e}" for name in ours},
+            flush=True,
+        )
+
+
+def _time(options: argparse.Namespace) -> None:
+    rows = []
+    for form in options.form:
+        for tokens in options.tokens:
+            arguments = timed_inputs(tokens, options.heads, options.width, form)
+            grad = torch.randn_like(arguments[2])
+            row = _row(f"T{tokens} H{options.heads} K{options.width} mixed {form}", arguments, grad, _launch(options))
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+            del arguments, grad
+            torch.cuda.empty_cache()
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / "kda.json").write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def _row(shape: str, arguments: list[Any], grad: Tensor, launch: kda_launch.Launch) -> dict[str, Any]:
+    import triton
+
+    inputs = kda_launch.Inputs(*arguments)
+
+    def forward() -> object:
+        return kda_launch.forward(inputs, launch)
+
+    def both() -> object:
+        return kda_launch.forward(inputs, launch), kda_launch.backward(grad, inputs, launch)
+
+    forward_ms, both_ms = median_ms(forward), median_ms(both)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    both()
+    torch.cuda.synchronize()
+    peak = (torch.cuda.max_memory_allocated() - before) / 2**20
+    return {
+        "op": "kda", "shape": shape, "variant": "moec", "fwd_ms": round(forward_ms, 4), "fwdbwd_ms": round(both_ms, 4),
+        "peak_mib": round(peak), "launches_fwd": sum(n for n, _ in kernels(forward).values()),
+        "launches_fwdbwd": sum(n for n, _ in kernels(both).values()), "ok": None, "error": None,
+        "card": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
+    }  # fmt: skip
+
+
+def median_ms(function: Any, repeats: int = 15) -> float:
+    """Median time between events around a call, the cache flushed before each."""
+    flush = torch.empty(64 * 2**20, dtype=torch.int32, device="cuda")
+    for _ in range(3):
+        function()
+    times = []
+    for _ in range(repeats):
+        flush.zero_()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        function()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
+def kernels(function: Any, calls: int = 1) -> dict[str, tuple[int, float]]:
+    """Launches and microseconds on the GPU per kernel of one call, averaged over `calls`."""
+    function()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(calls):
+            function()
+        torch.cuda.synchronize()
+    found: dict[str, tuple[int, float]] = {}
+    for event in profile.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            count, spent = found.get(event.name, (0, 0.0))
+            found[event.name] = (count + 1, spent + event.device_time / calls)
+    return {name: (count // calls, spent) for name, (count, spent) in found.items()}
+
+
+def _profile(options: argparse.Namespace) -> None:
+    for form in options.form:
+        for tokens in options.tokens:
+            arguments = timed_inputs(tokens, options.heads, options.width, form)
+            grad = torch.randn_like(arguments[2])
+            ops = torch.ops.moec
+            for name, run in (
+                ("forward", lambda: ops.kda_triton(*arguments)),  # noqa: B023
+                ("backward", lambda: ops.kda_triton_backward(grad, *arguments)),  # noqa: B023
+            ):
+                found = kernels(run, 5)
+                print(form, tokens, name, f"sum {sum(t for _, t in found.values()):.0f} us", flush=True)
+                for kernel, (count, spent) in sorted(found.items(), key=lambda item: -item[1][1]):
+                    print(f"    {spent:9.1f} us  {count}x {kernel[:70]}", flush=True)
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"chunk_registers": 168, "backward_chunk_registers": 168, "conv_warps": 8},
+    {"chunk_registers": 128, "backward_chunk_registers": 128, "conv_rows": 32},
+    {"chunk_channels": 16, "backward_chunk_channels": 16, "scan_columns": 16, "chunk_registers": 168},
+    {"chunk_channels": 64, "backward_chunk_channels": 64, "scan_columns": 64, "scan_stages": 2},
+    {"chunk_rows": 16, "backward_chunk_rows": 16, "output_warps": 8, "scan_stages": 2},
+    {"inverse_precision": "tf32", "backward_chunk_channels": 16, "backward_chunk_registers": 168, "conv_repeats": 4},
+    {"chunk_rows": 16, "chunk_registers": 168, "backward_chunk_rows": 16, "backward_chunk_registers": 168},
+]
+# The fields of a launch that each kernel reads; both scans share theirs.
+FIELDS = {
+    "kda_forward_chunk": ("chunk_warps", "chunk_channels", "chunk_rows", "chunk_registers", "inverse_precision"),
+    "scan": ("scan_columns", "scan_warps", "scan_stages"),
+    "output": ("output_warps",),
+    "kda_backward_chunk": tuple(f"backward_chunk_{name}" for name in ("warps", "channels", "rows", "registers")),
+    "conv": ("conv_rows", "conv_repeats", "conv_warps"),
+}
+
+
+def _tune(options: argparse.Namespace) -> None:
+    first, step = options.part
+    arguments = timed_inputs(options.tokens[0], options.heads, options.width, options.form[0])
+    inputs, grad = kda_launch.Inputs(*arguments), torch.randn_like(arguments[2])
+    results: list[tuple[dict[str, Any], dict[str, float]]] = []
+    for changes in SETTINGS[first::step]:
+        launch = dataclasses.replace(kda_launch.LAUNCH, **changes)
+        try:
+            found = kernels(lambda: kda_launch.backward(grad, inputs, launch), 5)  # noqa: B023
+        except Exception as error:
+            print(changes, type(error).__name__, str(error)[:200], flush=True)
+            continue
+        spent = {name: time for name, (_, time) in found.items() if name.startswith("kda")}
+        print(changes, {name: f"{time:.0f}" for name, time in spent.items()}, flush=True)
+        results.append((dataclasses.asdict(launch), spent))
+    best = {}
+    for kernel, fields in FIELDS.items():
+        launch_fields, _ = min(results, key=lambda r: sum(time for name, time in r[1].items() if kernel in name))  # noqa: B023
+        best |= {name: launch_fields[name] for name in fields}
+    print("best", json.dumps(best), flush=True)
+    if options.launch is not None:
+        options.launch.write_text(json.dumps(best))
+
+
+def _launch(options: argparse.Namespace) -> kda_launch.Launch:
+    """The launch of a `tune` before this, or the default."""
+    if options.launch is None or not options.launch.exists():
+        return kda_launch.LAUNCH
+    return kda_launch.Launch(**json.loads(options.launch.read_text()))
+
+
+if __name__ == "__main__":
+    main()
