@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,12 +12,38 @@ from torch import Tensor, nn
 
 import moec
 from moec.compiler.plan import Plan
+from moec.models.build import build
+from moec.models.k3.config import K3Config
 
 VOCABULARY = 16
 WIDTH = 8
 PLAN = Plan(batch=2, length=6)
 
-Losses = Callable[[Tensor, Tensor], Tensor]
+SMALL = K3Config(
+    vocab_size=VOCABULARY,
+    hidden_size=16,
+    layers=2,
+    full_attention_layers=(2,),
+    residual_block=1,
+    kda_heads=2,
+    kda_head_dim=8,
+    decay_rank=4,
+    heads=2,
+    q_rank=8,
+    kv_rank=8,
+    nope_dim=4,
+    rope_dim=4,
+    value_dim=8,
+    indexer_heads=2,
+    indexer_dim=8,
+    indexer_top_k=4,
+    experts=4,
+    top_k=2,
+    expert_size=8,
+    latent_size=8,
+    shared_size=8,
+    init_std=0.2,
+)
 
 
 class Layer(nn.Module):
@@ -69,6 +96,12 @@ def seeded(make: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> Any:
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5)
     return model.train()
+
+
+def small_k3(**changes: Any) -> Any:
+    """A Kimi K3 model of 2 layers, one KDA and one full attention, both with experts."""
+    torch.manual_seed(0)
+    return build(dataclasses.replace(SMALL, **changes)).train()
 
 
 def batch_for(plan: Plan, seed: int = 0, length: int | None = None) -> dict[str, Tensor]:

@@ -1,0 +1,385 @@
+"""`torch.compile(backend="moec")`: results and gradients of eager, few compilations, and a log of what happened."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from moec.backend import BackendLog, last_log
+from moec.compiler import dialect
+
+from ..spine import VOCABULARY, WIDTH, Language, Layer, assert_equal_gradients, distance, seeded, small_k3
+
+EXPERTS = 4
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Experts(nn.Module):
+    """Top-1 experts as dialect ops; the counts per expert are data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.up = nn.Parameter(torch.empty(EXPERTS, WIDTH, WIDTH))
+        self.down = nn.Parameter(torch.empty(EXPERTS, WIDTH, WIDTH))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        tokens = hidden.flatten(0, 1)
+        scores = self.router(tokens).sigmoid()
+        weights, experts = scores.topk(1)
+        rows, order, offsets = dialect.permute(tokens, experts, experts=EXPERTS)
+        rows = F.silu(dialect.grouped_linear(rows, self.up, offsets))
+        rows = dialect.grouped_linear(rows, self.down, offsets)
+        return hidden + dialect.unpermute(rows, order, weights).view_as(hidden)
+
+
+class Split(nn.Module):
+    """Experts by a Python list of counts, which no graph can hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.router = nn.Linear(WIDTH, 2)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        tokens = hidden.flatten(0, 1)
+        experts = self.router(tokens).argmax(-1)
+        order = experts.argsort(stable=True)
+        counts = torch.stack([(experts == expert).sum() for expert in range(2)])
+        parts = tokens[order].split(counts.tolist())
+        rows = torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True)])
+        return hidden + torch.zeros_like(rows).index_copy(0, order, rows).view_as(hidden)
+
+
+def compiled(model: Any, fullgraph: bool = True, **options: Any) -> tuple[Any, BackendLog]:
+    log = BackendLog()
+    return torch.compile(model, backend="moec", fullgraph=fullgraph, options={"log": log, **options}), log
+
+
+def batch_of(length: int = 6, seed: int = 0) -> tuple[Tensor, Tensor]:
+    ids = torch.randint(VOCABULARY, (2, length), generator=torch.Generator().manual_seed(seed))
+    return ids, ids.masked_fill(ids == 3, -100)
+
+
+def loss_and_gradients(
+    function: Callable[..., Tensor], model: nn.Module, *args: Tensor
+) -> tuple[Tensor, dict[str, Any]]:
+    model.zero_grad(set_to_none=True)
+    loss = function(*args)
+    loss.backward()
+    return loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def assert_same(function: Callable[..., Tensor], model: nn.Module, *args: Tensor, bound: float = 1e-5) -> None:
+    """One forward and backward of both; buffers start and end the same."""
+    before = copy.deepcopy(dict(model.named_buffers()))
+    wanted, gradients = loss_and_gradients(model, model, *args)
+    after = copy.deepcopy(dict(model.named_buffers()))
+    for name, buffer in model.named_buffers():
+        buffer.copy_(before[name])
+    found, got = loss_and_gradients(function, model, *args)
+    assert distance(found, wanted) <= max(1e-6, bound / 10)
+    assert_equal_gradients(got, gradients, bound)
+    for name, buffer in model.named_buffers():
+        assert distance(buffer, after[name]) <= 1e-6, name
+
+
+def test_a_model_is_fused_and_has_eagers_gradients() -> None:
+    model = seeded(Language, Experts(), Layer())
+    function, log = compiled(model, check=True)
+    assert_same(function, model, *batch_of())
+    assert log.compiled == ["0/0"]
+    assert [match.path for _, match in log.passes.matches("recognize_mlp")] == ["layers.1"]
+    assert log.passes.lowering["moec.gated_mlp_act_backward.default"].startswith("reference")
+    assert last_log() is log
+
+
+def test_a_wrong_pass_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison fails when the graph is not the model's any more."""
+    from moec import driver
+    from moec.compiler.pass_manager import Pass, Report
+
+    class Wrong(Pass):
+        name = "wrong"
+
+        def run(self, unit: Any, context: Any) -> Report:
+            for node in unit.graph.find_nodes(op="call_function", target=torch.ops.aten.silu.default):
+                node.target = torch.ops.aten.relu.default
+            return Report()
+
+    monkeypatch.setattr(driver, "SEMANTIC_PASSES", (Wrong(),))
+    model = seeded(Language, Layer())
+    with pytest.raises(AssertionError):
+        assert_same(compiled(model)[0], model, *batch_of())
+
+
+@pytest.mark.parametrize("kind", ["tied", "frozen", "running", "double"])
+def test_odd_models_are_eagers_too(kind: str) -> None:
+    class Running(Layer):
+        mean: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(WIDTH))
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.mean.mul_(0.9).add_(hidden.mean((0, 1)))
+            return super().forward(hidden - self.mean)
+
+    model = seeded(Language, Running() if kind == "running" else Layer(), tied=kind == "tied")
+    if kind == "frozen":
+        model.embed.requires_grad_(False)
+        model.layers[0].gate.requires_grad_(False)
+    model = model.double() if kind == "double" else model
+    function, _ = compiled(model)
+    assert_same(function, model, *batch_of(), bound=1e-11 if kind == "double" else 1e-5)
+    assert_same(function, model, *batch_of(seed=1), bound=1e-11 if kind == "double" else 1e-5)
+
+
+def test_a_new_length_compiles_once_more_and_then_never() -> None:
+    model = seeded(Language, Experts(), Layer())
+    function, log = compiled(model)
+    for length in (6, 9, 7, 12, 5):
+        assert_same(function, model, *batch_of(length))
+    assert len(log.compiled) == 2
+
+
+def test_evaluation_and_no_grad_run_without_a_backward() -> None:
+    class Logits(Language):
+        def forward(self, input_ids: Tensor) -> Tensor:  # type: ignore[override]
+            return self.head(self.hidden(input_ids))
+
+    model = seeded(Logits, Layer())
+    function, _ = compiled(model)
+    ids, _ = batch_of()
+    with torch.no_grad():
+        found = function(ids)
+    assert not found.requires_grad
+    assert distance(found, model(ids)) <= 1e-6
+    model.eval()
+    assert distance(function(ids), model(ids)) <= 1e-6
+    with torch.inference_mode():
+        assert distance(function(ids), model(ids)) <= 1e-6
+
+
+def forced_counts(count: int, total: int = 12) -> Tensor:
+    """Tokens of which `count` go to expert 0 of `routed`, the others to the other experts in turn."""
+    rest = torch.arange(total - count) % (EXPERTS - 1) + 1
+    return torch.cat([torch.zeros(count, dtype=torch.int64), rest]).view(2, -1)
+
+
+def routed() -> Any:
+    """A model whose token i goes to expert i % 4, with gradients everywhere."""
+    model = seeded(Language, Experts(), Experts())
+    with torch.no_grad():
+        model.embed.weight[:WIDTH] = 4 * torch.eye(WIDTH)
+        for layer in model.layers:
+            layer.router.weight.copy_(torch.eye(EXPERTS).repeat(1, 2) * 3)
+            layer.down.mul_(0.01)
+    return model
+
+
+def test_c03_any_count_of_tokens_is_one_compilation() -> None:
+    """0, 1, 2, 5 or all tokens to one expert, over 8 steps."""
+    model = routed()
+    function, log = compiled(model)
+    for count in (3, 0, 1, 2, 5, 12, 0, 4):
+        ids = forced_counts(count)
+        assert int((model.layers[0].router(model.embed(ids)).argmax(-1) == 0).sum()) == count
+        assert_same(function, model, ids, ids)
+    assert len(log.compiled) == 1
+
+
+def test_c05_recomputation_with_changing_routes_compiles_nothing_anew() -> None:
+    class Checkpointed(Language):
+        def hidden(self, input_ids: Tensor) -> Tensor:
+            hidden = self.embed(input_ids)
+            for layer in self.layers:
+                hidden = checkpoint(layer, hidden, use_reentrant=False)
+            return hidden
+
+    torch.manual_seed(0)
+    model = seeded(Checkpointed, Experts(), Layer())
+    function, log = compiled(model)
+    counts = []
+    for seed in range(12):
+        assert_same(function, model, *batch_of(seed=seed))
+        counts.append(len(log.compiled))
+    assert counts == [1] * 12
+    assert [match.path for _, match in log.passes.matches("recognize_mlp")] == ["layers.1"], "inside a checkpoint"
+
+
+class Choosing(Layer):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden) if hidden.sum() > 0 else hidden
+
+
+def test_c02_a_break_is_an_error_with_its_line_under_fullgraph() -> None:
+    model = seeded(Language, Choosing())
+    with pytest.raises(Exception, match=r"if hidden.sum\(\) > 0 else hidden") as caught:
+        compiled(model)[0](*batch_of())
+    line = Choosing.forward.__code__.co_firstlineno + 1
+    assert f'test_backend.py", line {line}, in forward' in str(caught.value)
+
+
+def test_c02_a_list_of_counts_is_no_break_under_fullgraph() -> None:
+    model = seeded(Language, Split(), Layer())
+    function, log = compiled(model)
+    for seed in range(3):
+        assert_same(function, model, *batch_of(seed=seed))
+    assert (len(log.compiled), log.breaks) == (1, [])
+
+
+def test_c02_breaks_are_listed_and_results_are_eagers() -> None:
+    model = seeded(Language, Split(), Layer())
+    function, log = compiled(model, fullgraph=False)
+    for seed in range(2):
+        assert_same(function, model, *batch_of(seed=seed))
+    assert len(log.compiled) > 1
+    at_the_list = [found for found in log.breaks if "in Split.forward" in found.where]
+    assert at_the_list
+    found = at_the_list[0]
+    line = Split.forward.__code__.co_firstlineno
+    number = int(found.where.split(":")[1].split(" ")[0])
+    assert line < number < line + 9, "the line of the list of counts"
+    assert found.reason.startswith("Data dependent operator")
+    assert found.values > 0
+    assert found.bytes > 0
+    assert f"graph break at {found.where}" in str(log)
+    assert "leave the graph" in str(log)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * grad
+
+
+def test_gradients_written_in_python_are_kept() -> None:
+    class Custom(Layer):
+        def forward(self, hidden: Tensor) -> Tensor:
+            return super().forward(Doubled.apply(hidden))
+
+    model = seeded(Language, Custom())
+    function, log = compiled(model)
+    assert_same(function, model, *batch_of())
+    assert "autograd_function_apply" in log.passes.notes[0]
+    assert log.passes.matches("recognize_mlp"), "the rest of the graph is fused all the same"
+
+
+def test_autocast_is_left_alone_and_says_so() -> None:
+    model = seeded(Language, Layer())
+
+    def mixed(input_ids: Tensor, labels: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return model(input_ids, labels)
+
+    log = BackendLog()
+    function = torch.compile(mixed, backend="moec", fullgraph=True, options={"log": log})
+    found, got = loss_and_gradients(function, model, *batch_of())
+    wanted, gradients = loss_and_gradients(mixed, model, *batch_of())
+    assert torch.equal(found, wanted)
+    assert_equal_gradients(got, gradients, 1e-2)
+    assert "autocast" in log.passes.notes[0]
+    assert log.passes.records == []
+
+
+def test_passes_can_be_left_out() -> None:
+    model = seeded(Language, Layer())
+    function, log = compiled(model, disable=["recognize_mlp"])
+    assert_same(function, model, *batch_of())
+    assert "recognize_mlp" not in {record.name for record in log.passes.records}
+    assert not log.passes.lowering.get("moec.gated_mlp_act.default")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"accumulation": 2}, "the moec backend has no option accumulation"),
+        ({"disable": ["recognise"]}, "recognise, which is no pass"),
+        ({"loss_chunk": 0}, "plan field loss_chunk is 0"),
+        ({"log": 3}, "option log is a int"),
+    ],
+)
+def test_wrong_options_are_errors(options: dict[str, Any], says: str) -> None:
+    model = seeded(Language, Layer())
+    with pytest.raises(Exception, match=says):
+        compiled(model, **options)[0](*batch_of())
+
+
+def test_without_a_log_of_their_own_models_share_the_process_log() -> None:
+    before = len(torch.compile(nn.Linear(2, 2), backend="moec")(torch.randn(1, 2)))
+    shared = last_log()
+    compiled_before = len(shared.compiled)
+    torch.compile(nn.Linear(3, 3), backend="moec")(torch.randn(1, 3))
+    assert last_log() is shared
+    assert len(shared.compiled) == compiled_before + 1
+    assert before == 1
+
+
+class Losses(nn.Module):
+    """A model whose forward gives its loss, as the comparison wants it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        return self.model(input_ids=input_ids, labels=labels).loss
+
+
+def assert_model(model: nn.Module, lengths: tuple[int, ...], bound: float) -> BackendLog:
+    """Forward and backward at each length, at most two compilations; then without gradients."""
+    wrapped = Losses(model)
+    function, log = compiled(wrapped)
+    for length in lengths:
+        assert_same(function, wrapped, *batch_of(length), bound=bound)
+    assert len(log.compiled) <= 2
+    model.eval()
+    with torch.no_grad():
+        assert distance(function(*batch_of(lengths[0])), wrapped(*batch_of(lengths[0]))) <= 1e-5
+    return log
+
+
+def test_a_k3_model_is_fused_and_eagers() -> None:
+    model = Losses(small_k3().double())
+    function, log = compiled(model)
+    assert_same(function, model, *batch_of(9), bound=1e-9)
+    for name in ("recognize_depth_mix", "fuse_kda", "recognize_route", "recognize_norm"):
+        assert log.passes.matches(name), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("full_attention", ["mla", "dsa", "gqa"])
+def test_k3_models_of_any_length(full_attention: str) -> None:
+    assert_model(small_k3(full_attention=full_attention).double(), (9, 13, 11, 16), bound=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3", "gpt_oss", "qwen3_next", "kimi_linear", "glm_moe_dsa"])
+def test_hugging_face_models_of_any_length(kind: str) -> None:
+    """Their plain forward, without anything swapped in. In double precision: qwen3_next's chunks amplify rounding."""
+    from moec.models.huggingface.adapter import from_config
+    from moec.models.huggingface.tiny import tiny_config
+
+    torch.manual_seed(0)
+    model = from_config(tiny_config(kind), dtype=torch.float64)
+    assert_model(model, (16, 24, 20), bound=1e-6)
