@@ -144,7 +144,8 @@ def _evaluate(formula: str, sizes: Mapping[str, sympy.Expr]) -> sympy.Expr:
         raise ValueError(f"the cost formula {formula!r} needs {', '.join(missing)}, which the call does not give")
     values = [sizes[name] for name in names]
     if all(value.is_number for value in values):
-        return sympy.sympify(numbers(*(int(v) if v.is_Integer else float(v) for v in values)))
+        value = numbers(*(int(v) if v.is_Integer else float(v) for v in values))
+        return sympy.Integer(int(value)) if value == int(value) else sympy.Float(value)
     return expression.subs(dict(zip(map(sympy.Symbol, names), values, strict=True)))
 
 
