@@ -1,0 +1,56 @@
+"""C23: a vocabulary of 513, a width of 60 and 6 experts are sizes like any other."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+import moec
+from moec.compiler import dialect
+from moec.compiler.plan import Plan
+
+from ..spine import assert_equal_gradients, batch_for, distance, eager, mean_loss, seeded
+
+VOCABULARY, WIDTH, EXPERTS = 513, 60, 6
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, EXPERTS)
+        self.up = nn.Parameter(torch.empty(EXPERTS, 30, WIDTH))
+        self.down = nn.Parameter(torch.empty(EXPERTS, WIDTH, 15))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        tokens = hidden.flatten(0, 1)
+        weights, chosen = self.router(tokens).softmax(-1).topk(3)
+        rows, order, offsets = dialect.permute(tokens, chosen, experts=EXPERTS)
+        gate, up = dialect.grouped_linear(rows, self.up, offsets).chunk(2, -1)
+        rows = dialect.grouped_linear(nn.functional.silu(gate) * up, self.down, offsets)
+        return hidden + dialect.unpermute(rows, order, weights).view_as(hidden)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.layers = nn.ModuleList([Experts(), Experts()])
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        hidden = self.embed(input_ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return mean_loss(self.head(hidden), labels)
+
+
+def test_c23_odd_sizes_are_eagers() -> None:
+    plan = Plan(batch=3, length=7, loss_chunk=5)
+    model = seeded(Model)
+    batch = batch_for(plan)
+    batch["input_ids"][:, 1] = batch["labels"][:, 1] = VOCABULARY - 1
+    loss, gradients = eager(model, batch)
+    step = moec.compile(model, plan)
+    assert distance(step.loss(batch)["lm_loss"], loss) <= 1e-6
+    assert_equal_gradients(step.gradients(batch), gradients)
+    assert gradients["embed.weight"] is not None
+    assert gradients["embed.weight"][VOCABULARY - 1].any(), "the last row takes part"
