@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 
+from moec.compiler._torch_compat import OpOverload
 from moec.compiler.graph import tensor_meta
 from moec.compiler.pattern import CASTS, COPIES, Match, Targets, aten, bound_args, describe, items, match, op, var
 from moec.passes.mask_values import (
