@@ -376,10 +376,11 @@ def test_k3_models_of_any_length(full_attention: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3", "gpt_oss", "qwen3_next", "kimi_linear", "glm_moe_dsa"])
 def test_hugging_face_models_of_any_length(kind: str) -> None:
-    """Their plain forward, without anything swapped in. In double precision: qwen3_next's chunks amplify rounding."""
+    """Their plain forward, without anything swapped in."""
     from moec.models.huggingface.adapter import from_config
     from moec.models.huggingface.tiny import tiny_config
 
     torch.manual_seed(0)
-    model = from_config(tiny_config(kind), dtype=torch.float64)
-    assert_model(model, (16, 24, 20), bound=1e-6)
+    model = from_config(tiny_config(kind), dtype=torch.float32)
+    # qwen3_next solves a triangular system per chunk, which amplifies the rounding of sums in another order.
+    assert_model(model, (16, 24, 20), bound=5e-5 if kind == "qwen3_next" else 1e-5)

@@ -1,0 +1,80 @@
+"""C31: a tied embedding and head stay one weight with one gradient and one set of moments, through save and load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import moec
+from moec.compiler.plan import OptimizerPlan, Plan
+from moec.runtime.checkpoint import load_checkpoint, save_checkpoint
+
+from ..spine import Language, Layer, batch_for, distance, eager, seeded
+
+PLAN = Plan(batch=2, length=6, optimizer=OptimizerPlan(lr=1e-2, schedule="constant"))
+
+
+def materialised(tied: bool) -> Any:
+    """Built on the meta device, then given memory and values: a tie has to be made again, as loaders do."""
+    with torch.device("meta"):
+        model = Language(Layer(), Layer(), tied=tied)
+    model.to_empty(device="cpu")
+    if tied:
+        model.head.weight = model.embed.weight
+    return seeded(lambda: model)
+
+
+def train(step: moec.CompiledStep, start: int, steps: int = 3) -> list[float]:
+    return [float(step(batch_for(PLAN, seed)).loss) for seed in range(start, start + steps)]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_c31_one_gradient_and_one_state(tied: bool) -> None:
+    model = materialised(tied)
+    step = moec.compile(model, PLAN)
+    _, gradients = eager(model, batch_for(PLAN))
+    found = step.gradients(batch_for(PLAN))
+    assert ("head.weight" in found) != tied
+    assert distance(found["embed.weight"], gradients["embed.weight"]) <= 1e-5  # type: ignore[arg-type]
+    train(step, 0)
+    assert ("head.weight" in step.state.exp_avg) != tied
+    assert (model.head.weight is model.embed.weight) == tied
+    assert (step.state.weights["head.weight"] is step.state.weights["embed.weight"]) == tied
+
+
+def test_c31_the_sum_of_both_uses_is_what_counts() -> None:
+    """Half of the gradient, as when the two are split, is another one."""
+    tied, untied = materialised(True), materialised(False)
+    with torch.no_grad():
+        untied.load_state_dict(tied.state_dict())
+    whole = moec.compile(tied, PLAN).gradients(batch_for(PLAN))["embed.weight"]
+    parts = moec.compile(untied, PLAN).gradients(batch_for(PLAN))
+    assert distance(parts["embed.weight"] + parts["head.weight"], whole) <= 1e-5
+    assert distance(parts["embed.weight"], whole) > 1e-2
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_c31_a_resumed_run_is_bit_equal(tied: bool, tmp_path: Path) -> None:
+    first = moec.compile(materialised(tied), PLAN)
+    train(first, 0)
+    path = save_checkpoint(tmp_path, first.state, fingerprint=first.fingerprint)
+    wanted = train(first, 3)
+    model = materialised(tied)
+    nn.init.zeros_(model.embed.weight)
+    resumed = moec.compile(model, PLAN)
+    load_checkpoint(path, resumed.state, fingerprint=resumed.fingerprint)
+    assert resumed.state.step == 3
+    assert (model.head.weight is model.embed.weight) == tied
+    assert train(resumed, 3) == wanted
+
+
+def test_c31_an_artefact_keeps_the_tie(tmp_path: Path) -> None:
+    step = moec.compile(materialised(True), PLAN)
+    train(step, 0)
+    loaded = moec.load(step.save(tmp_path / "step", weights=True))
+    assert loaded.state.weights["head.weight"] is loaded.state.weights["embed.weight"]
+    assert torch.equal(loaded.state.weights["embed.weight"], step.state.weights["embed.weight"])
