@@ -4,6 +4,7 @@
     python benchmarks/kda.py time --out FOLDER         the table, and results/kda.json rows
     python benchmarks/kda.py profile --tokens 16384    time of every kernel
     python benchmarks/kda.py tune                      time of every kernel under other launch settings
+    python benchmarks/kda.py table                     results/kda.json as the table of docs/performance/kda.md
 
 Shapes are B=1 and "mixed" gates: channels that forget within a token beside some that remember about 1500. "core" has
 no convolution and no output norm, as the public kernels; "stage" is the whole of moec::kda.
@@ -33,7 +34,7 @@ LENGTHS = (1, 15, 64, 65, 130, 1000)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("check", "time", "profile", "tune"))
+    parser.add_argument("what", choices=("check", "time", "profile", "tune", "table"))
     parser.add_argument("--tokens", type=int, nargs="*", default=[4096, 16384, 65536])
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--width", type=int, default=128)
@@ -42,7 +43,7 @@ def main() -> None:
     parser.add_argument("--launch", type=Path, default=None, help="file that tune writes and check and time read")
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
-    {"check": _check, "time": _time, "profile": _profile, "tune": _tune}[options.what](options)
+    {"check": _check, "time": _time, "profile": _profile, "tune": _tune, "table": _table}[options.what](options)
 
 
 def timed_inputs(tokens: int, heads: int, width: int, form: str) -> list[Any]:
@@ -188,6 +189,23 @@ def _profile(options: argparse.Namespace) -> None:
                     print(f"    {spent:9.1f} us  {count}x {kernel[:70]}", flush=True)
 
 
+def _table(options: argparse.Namespace) -> None:
+    print(table(json.loads((Path(__file__).parent / "results" / "kda.json").read_text())))
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown of result rows."""
+    lines = [
+        "| shape | variant | forward ms | forward+backward ms | peak MiB | launches |",
+        "| --- | --- | ---: | ---: | ---: | ---: |",
+    ]
+    for row in rows:
+        times = f"{row['fwd_ms']:.2f} | {row['fwdbwd_ms']:.2f}"
+        launches = f"{row['launches_fwd']} / {row['launches_fwdbwd']}"
+        lines.append(f"| {row['shape']} | {row['variant']} | {times} | {row['peak_mib']} | {launches} |")
+    return "\n".join(lines)
+
+
 SETTINGS: list[dict[str, Any]] = [
     {},
     {"chunk_registers": 168, "backward_chunk_registers": 168, "conv_warps": 8},
@@ -223,9 +241,9 @@ def _tune(options: argparse.Namespace) -> None:
         spent = {name: time for name, (_, time) in found.items() if name.startswith("kda")}
         print(changes, {name: f"{time:.0f}" for name, time in spent.items()}, flush=True)
         results.append((dataclasses.asdict(launch), spent))
-    best = {}
+    best: dict[str, Any] = {}
     for kernel, fields in FIELDS.items():
-        launch_fields, _ = min(results, key=lambda r: sum(time for name, time in r[1].items() if kernel in name))  # noqa: B023
+        launch_fields, _ = min(results, key=lambda r: sum(time for name, time in r[1].items() if kernel in name))
         best |= {name: launch_fields[name] for name in fields}
     print("best", json.dumps(best), flush=True)
     if options.launch is not None:

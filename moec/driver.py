@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, fx, nn
 
+import moec.codegen.triton  # noqa: F401  registers the kernels
 from moec.artifact import StateMap, derived_buffers, write_artifact
 from moec.codegen.program import OBJECTIVE, ProgramText, Section, write_program
 from moec.codegen.update import header_text, update_text

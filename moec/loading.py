@@ -8,6 +8,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+import moec.codegen.triton  # noqa: F401  registers the kernels
 from moec.artifact import BUFFERS, LOG, STATE_MAP, WEIGHTS, StateMap, check_fingerprint, read_json
 from moec.compiler.errors import ArtifactError
 from moec.compiler.log import PassLog

@@ -5,6 +5,7 @@ Nothing here needs a GPU or Triton to be imported; the kernels are loaded at the
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 from typing import Any
@@ -13,7 +14,10 @@ import torch
 from torch import Tensor, fx
 
 from moec.compiler import dialect  # noqa: F401  registers moec::kda, whose schemas are used below
+from moec.compiler.dialect.registry import size_hint
 from moec.compiler.lower import Implementation, argument_of, register_implementation
+
+SAFE_PTXAS = (13, 3)
 
 _REFERENCE = torch.ops.moec.kda.default
 _REFERENCE_BACKWARD = torch.ops.moec.kda_backward.default
@@ -54,7 +58,24 @@ def refusal(node: fx.Node) -> str:
         return "the kernels are built for compute capability 9.0 and later"
     if any(values[name].dtype != torch.bfloat16 for name in ("q", "k", "v")):
         return f"q, k, v are {values['q'].dtype}, {values['k'].dtype}, {values['v'].dtype}, expected bfloat16"
-    return shape_refusal(values)
+    return shape_refusal(values) or assembler_refusal()
+
+
+@functools.cache
+def assembler_refusal() -> str:
+    """Why the machine code cannot be trusted, '' when it can.
+
+    ptxas before 13.3 may reuse the registers of a wgmma's left operand before they have been read. Triton 3.6 and 3.9
+    carry 12.8 and 12.9; with 12.8 on an H200 these kernels gave wrong numbers and illegal accesses, with 13.4 neither.
+    """
+    from triton import knobs
+
+    found = knobs.nvidia.ptxas
+    if found is not None and tuple(map(int, found.version.split("."))) >= SAFE_PTXAS:
+        return ""
+    version = "no ptxas" if found is None else f"ptxas {found.version}"
+    wanted = ".".join(map(str, SAFE_PTXAS))
+    return f"Triton uses {version}, which miscompiles wgmma; set TRITON_PTXAS_PATH to ptxas {wanted} or later"
 
 
 def shape_refusal(values: dict[str, Any]) -> str:
@@ -64,6 +85,10 @@ def shape_refusal(values: dict[str, Any]) -> str:
     for name, size in (("key", width), ("value", value_width)):
         if size not in (16, 32, 64, 128):
             return f"{name} head dimension {size}, expected 16, 32, 64 or 128"
+    if size_hint(values["q"].shape[1]) * max(values["q"].shape[2], values["v"].shape[2]) * values["value_heads"] >= (
+        2**31 * values["heads"]
+    ):
+        return "2^31 elements or more in a batch row, the kernels count them in 32 bits"
     given = [values[name] is not None for name in ("conv_q", "conv_k", "conv_v")]
     if any(given) != all(given):
         return "only some of q, k and v have a convolution"
@@ -92,7 +117,7 @@ def _checked(arguments: tuple[Any, ...], op: torch._ops.OpOverload) -> tuple[Any
         raise RuntimeError(
             f"moec::kda_triton: q, k, v are {sorted(map(str, dtypes))}, expected one of bfloat16, float32"
         )
-    reason = shape_refusal(values)
+    reason = shape_refusal(values) or ("" if interpreted else assembler_refusal())
     if reason:
         raise RuntimeError(f"moec::kda_triton: {reason}")
     return complete

@@ -1,5 +1,7 @@
 """Gradients of a chunk's inputs, once the gradients of its updates and of the state it leaves are known."""
 
+# mypy: disable-error-code="no-untyped-def"
+
 from __future__ import annotations
 
 import triton
@@ -36,14 +38,14 @@ def kda_backward_chunk(
     grad_q, grad_k, grad_v, grad_gate, grad_beta, partials,
     length, chunks, width, value_width, rows_of, lower_bound, l2_eps, scale, columns,
     HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
-    C: tl.constexpr, ROWS: tl.constexpr, LEVELS: tl.constexpr, DIAGONAL: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr, SCALAR: tl.constexpr,
-    BOUNDED: tl.constexpr, DTYPE: tl.constexpr,
+    C: tl.constexpr, ROWS: tl.constexpr, LEVELS: tl.constexpr, DIAGONAL: tl.constexpr, WIDTH: tl.constexpr,
+    PACKED: tl.constexpr, SCALAR: tl.constexpr, BOUNDED: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """One program per (chunk, batch row and value head).
 
     With R = A^T dU, the right-hand side of the solve gets beta R and the system -strict_lower(R U^T): U are the
-    updates, so the factors of the forward are not needed again. inverse, pairs and grad_updates are overwritten: what is
-    used by every slice of channels waits there rather than in registers.
+    updates, so the factors of the forward are not needed again. inverse, pairs and grad_updates are overwritten:
+    what is used by every slice of channels waits there rather than in registers.
 
     grad_q, grad_k [B, T, HV, K] and grad_v [B, T, HV, V] are those of the convolutions' results before SiLU, by value
     head; grad_gate and grad_beta have the shape of their inputs. partials [B * chunks, columns], float32, gets the
@@ -64,8 +66,8 @@ def kda_backward_chunk(
     by_v = tile * C * V + row * V + of_v[None, :]
     share = partials + (batch * chunks + chunk) * columns
 
-    strength = sigmoid(tl.load(beta + (start + rows) * VALUE_HEADS + value_head, mask=valid, other=0.0).to(tl.float32))
-    strength = tl.where(valid, strength, 0.0)
+    strength = tl.load(beta + (start + rows) * VALUE_HEADS + value_head, mask=valid, other=0.0).to(tl.float32)
+    strength = tl.where(valid, sigmoid(strength), 0.0)
 
     # q and k, normalised: through memory, so that slices of BK channels keep the rest in registers.
     document, starts = document_rows(documents, rows, length, PACKED)

@@ -1,5 +1,7 @@
 """First pass over the inputs: everything of a chunk that does not depend on the state."""
 
+# mypy: disable-error-code="no-untyped-def"
+
 from __future__ import annotations
 
 import triton
@@ -33,8 +35,9 @@ def kda_forward_chunk(
     keys_in, values_in, keys_out, queries_in, pairs, inverse, totals,
     length, chunks, width, value_width, rows_of, lower_bound, l2_eps, scale,
     HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
-    C: tl.constexpr, ROWS: tl.constexpr, LEVELS: tl.constexpr, DIAGONAL: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr, SCALAR: tl.constexpr,
-    BOUNDED: tl.constexpr, STORE_INVERSE: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
+    C: tl.constexpr, ROWS: tl.constexpr, LEVELS: tl.constexpr, DIAGONAL: tl.constexpr, WIDTH: tl.constexpr,
+    PACKED: tl.constexpr, SCALAR: tl.constexpr, BOUNDED: tl.constexpr, STORE_INVERSE: tl.constexpr,
+    PRECISION: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """One program per (chunk, batch row and value head); writes, per chunk, in DTYPE unless said otherwise:
 

@@ -29,7 +29,7 @@ class Launch:
 
     chunk_warps: int = 4
     chunk_channels: int = 32
-    chunk_rows: int = 64
+    chunk_rows: int = 16
     chunk_registers: int | None = None
     scan_columns: int = 32
     scan_warps: int = 4
@@ -37,9 +37,9 @@ class Launch:
     output_warps: int = 4
     backward_chunk_warps: int = 4
     backward_chunk_channels: int = 32
-    backward_chunk_rows: int = 32
+    backward_chunk_rows: int = 16
     backward_chunk_registers: int | None = None
-    conv_rows: int = 16
+    conv_rows: int = 32
     conv_repeats: int = 16
     conv_warps: int = 4
     inverse_precision: str = "bf16x3"
@@ -95,7 +95,7 @@ class Inputs(NamedTuple):
         return self.gate.shape[2] == self.value_heads
 
     def contiguous(self) -> Inputs:
-        return Inputs(*(value.contiguous() if isinstance(value, Tensor) else value for value in self))
+        return Inputs._make(value.contiguous() if isinstance(value, Tensor) else value for value in self)
 
 
 class Factors(NamedTuple):
@@ -130,15 +130,12 @@ def forward(inputs: Inputs, launch: Launch = LAUNCH) -> Tensor:
 
 def backward(grad_y: Tensor, inputs: Inputs, launch: Launch = LAUNCH) -> tuple[Tensor, ...]:
     """The gradients that `moec::kda_backward` returns."""
-    given, inputs, grad_y = inputs, inputs.contiguous(), grad_y.contiguous()
-    (batch, length, _), heads, width, value_width = (
-        inputs.q.shape,
-        inputs.value_heads,
-        inputs.key_width,
-        inputs.value_width,
-    )
+    inputs, grad_y = inputs.contiguous(), grad_y.contiguous()
+    (batch, length, _), heads = inputs.q.shape, inputs.value_heads
+    width, value_width = inputs.key_width, inputs.value_width
     if inputs.v.numel() == 0:
-        return tuple(inputs.v.new_zeros(0) if value is None else torch.zeros_like(value) for value in given[:12])  # type: ignore[arg-type]
+        given = (value if isinstance(value, Tensor) else inputs.v.new_empty(0) for value in inputs[:12])
+        return tuple(torch.zeros_like(value) for value in given)
     q, v, chunks, grid = inputs.q, inputs.v, inputs.chunks, (inputs.chunks, batch * heads)
     factors = _factors(inputs, launch, store_inverse=True)
     shares = heads + inputs.gate.shape[2]
@@ -163,9 +160,9 @@ def backward(grad_y: Tensor, inputs: Inputs, launch: Launch = LAUNCH) -> tuple[T
     grad_q, grad_k = (q.new_empty(batch, length, heads * width) for _ in range(2))
     grad_v, grad_gate, grad_beta = (torch.empty_like(value) for value in (v, inputs.gate, inputs.beta))
     kda_backward_chunk[grid](
-        *_chunk_inputs(inputs), factors.inverse, factors.pairs, factors.states, factors.updates, grad_o, grad_updates, grad_states,
-        grad_q, grad_k, grad_v, grad_gate, grad_beta, partials, length, chunks, width, value_width, CHUNK,
-        inputs.lower_bound, inputs.l2_eps, inputs.scale, partials.shape[1],
+        *_chunk_inputs(inputs), factors.inverse, factors.pairs, factors.states, factors.updates,
+        grad_o, grad_updates, grad_states, grad_q, grad_k, grad_v, grad_gate, grad_beta, partials, length, chunks,
+        width, value_width, CHUNK, inputs.lower_bound, inputs.l2_eps, inputs.scale, partials.shape[1],
         **_chunk_constants(inputs, launch.backward_chunk_channels, launch.backward_chunk_rows),
         num_warps=launch.backward_chunk_warps, maxnreg=launch.backward_chunk_registers,
     )  # fmt: skip

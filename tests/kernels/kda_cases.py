@@ -30,7 +30,7 @@ def inputs(
     device: str = "cpu",
     seed: int = 0,
 ) -> list[Any]:
-    """Arguments of `moec::kda`. gates: "mixed" channels from fast to slow, all "fast", all "slow", or "bound", at it."""
+    """Arguments of `moec::kda`. gates: "mixed" channels, fast to slow; all "fast" or "slow"; all at the "bound"."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> Tensor:
@@ -61,10 +61,10 @@ def inputs(
         random(batch, length, values) if norm else None,
         1 + 0.2 * random(value_width) if norm else None,
     ]
-    wide = {3, 4, 5, 6, 7, 8, 9, 11}
     kept = torch.float32 if dtype == torch.bfloat16 else dtype
+    weights = {5, 6, 7, 8, 9, 11}
     tensors = [
-        value if value is None else value.to(kept if place in wide and place not in (3, 4) else dtype).to(device)
+        value if value is None else value.to(device, kept if place in weights else dtype)
         for place, value in enumerate(tensors)
     ]
     documents = None if documents is None else documents.to(device)
