@@ -57,16 +57,17 @@ def write_program(
 ) -> ProgramText:
     """The text of step.py. header: its docstring. results: names of the outer results. update: body of update()."""
     constants: dict[str, Tensor] = {}
-    blocks = [_preamble(header, device)]
+    blocks: list[str] = []
     for section in sections:
         blocks += _template_functions(section, constants)
     blocks += _model_functions({s.template.name: s for s in sections}, outer, results, constants)
     blocks.append(_function("def update(state, lr):", [f'"""{_UPDATE_DOC}"""', *update.splitlines()]))
     blocks.append(_STEP)
+    blocks.insert(0, _preamble(header, device, kernels=any("moec.kda_triton" in block for block in blocks)))
     return ProgramText("\n\n\n".join(blocks) + "\n", constants)
 
 
-def _preamble(header: str, device: torch.device) -> str:
+def _preamble(header: str, device: torch.device, *, kernels: bool) -> str:
     index = f", {device.index}" if device.index is not None else ""
     return "\n".join(
         [
@@ -74,6 +75,7 @@ def _preamble(header: str, device: torch.device) -> str:
             "",
             "import torch",
             "",
+            *(["import moec.codegen.triton  # registers the kernels called below"] if kernels else []),
             "from moec import runtime",
             "",
             "aten = torch.ops.aten",
