@@ -34,12 +34,12 @@ for length, settings in {cases!r}:
 print("checked", {count})
 """
 CASES: dict[str, list[tuple[int, dict[str, Any]]]] = {
-    "lengths": [(1, {}), (15, {}), (65, {"value_width": 32})],
+    "lengths": [(15, {}), (65, {"value_width": 32})],
     "packed and grouped": [(66, {"packed": True, "value_heads": 2}), (17, {"gates": "bound", "width": 32})],
     "softplus": [(33, {"kind": "softplus", "packed": True, "conv": False, "norm": False})],
 }
 MORE: dict[str, list[tuple[int, dict[str, Any]]]] = {
-    "lengths": [(2, {}), (16, {}), (63, {}), (64, {}), (127, {}), (130, {"batch": 2})],
+    "lengths": [(1, {}), (2, {}), (16, {}), (63, {}), (64, {}), (127, {}), (130, {"batch": 2})],
     "gates": [(130, {"gates": gates}) for gates in ("bound", "fast", "slow")],
     "a lower bound": [(70, {"lower_bound": -8.0, "gates": "bound", "packed": True})],
     "softplus": [(70, {"kind": "softplus", "gates": "bound"})],
