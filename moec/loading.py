@@ -83,5 +83,7 @@ def _state_from_files(folder: Path, saved: StateMap, device: torch.device, weigh
 
 
 def _read(path: Path, device: torch.device) -> dict[str, Tensor]:
+    # Tensors of a file lie at any address, and kernels sum in another order where memory is not aligned: a copy has
+    # the bits of a run that never went through a file.
     with safe_open(path, framework="pt", device=str(device)) as file:
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+        return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (not a mapping)

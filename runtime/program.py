@@ -48,4 +48,7 @@ def load_program(folder: Path) -> ModuleType:
 def load_constants(program_file: str, device: torch.device) -> dict[str, Tensor]:
     """The tensors that an emitted program refers to as CONSTANTS, on its device; empty when it has none."""
     path = Path(program_file).with_name(CONSTANTS)
-    return load_file(path, device=str(device)) if path.is_file() else {}
+    # Copies, since tensors of a file lie at any address, and alignment decides the order in which kernels sum.
+    return (
+        {name: value.clone() for name, value in load_file(path, device=str(device)).items()} if path.is_file() else {}
+    )
