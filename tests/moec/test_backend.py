@@ -368,12 +368,14 @@ def test_a_k3_model_is_fused_and_eagers() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("full_attention", ["mla", "dsa", "gqa"])
 def test_k3_models_of_any_length(full_attention: str) -> None:
     assert_model(small_k3(full_attention=full_attention).double(), (9, 13, 11, 16), bound=1e-9)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3", "gpt_oss", "qwen3_next", "kimi_linear", "glm_moe_dsa"])
 def test_hugging_face_models_of_any_length(kind: str) -> None:
     """Their plain forward, without anything swapped in."""
@@ -384,3 +386,24 @@ def test_hugging_face_models_of_any_length(kind: str) -> None:
     model = from_config(tiny_config(kind), dtype=torch.float32)
     # qwen3_next solves a triangular system per chunk, which amplifies the rounding of sums in another order.
     assert_model(model, (16, 24, 20), bound=5e-5 if kind == "qwen3_next" else 1e-5)
+
+
+def test_c01_experts_that_loop_over_who_was_hit() -> None:
+    """Mixtral's own loop over experts, in a batch that leaves experts without a token."""
+    from moec.models.huggingface.adapter import from_config
+    from moec.models.huggingface.tiny import tiny_config
+
+    torch.manual_seed(0)
+    config = tiny_config("mixtral", num_hidden_layers=1, hidden_size=32, experts_implementation="eager")
+    model = Losses(from_config(config, dtype=torch.float32))
+    ids = torch.tensor([[3, 3, 3, 5], [3, 5, 3, 3]])
+    _, gradients = loss_and_gradients(model, model, ids, ids)
+    experts = gradients["model.model.layers.0.mlp.experts.gate_up_proj"]
+    assert sum(not expert.any() for expert in experts) >= 2, "experts without a token"
+    function, log = compiled(model, fullgraph=False)
+    assert_same(function, model, ids, ids)
+    assert any("Experts.forward" in found.where for found in log.breaks)
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="modeling_mixtral.py|moe.py") as caught:
+        compiled(model)[0](ids, ids)
+    assert "in forward" in str(caught.value)
