@@ -74,14 +74,11 @@ class EagerStep:
             master.grad = None
             if master is not self.parameters[name]:
                 self.parameters[name].copy_(master)
-        self.rebalance()
-        return norm
-
-    def rebalance(self) -> None:
-        """What the model itself does after an optimizer step, if anything: K3 models balance their routers."""
+        # K3 models balance their routers after each optimizer step.
         rebalance = getattr(self.model, "update_balance", None)
         if callable(rebalance):
             rebalance()
+        return norm
 
     def _make_optimizer(self) -> torch.optim.AdamW:
         options = self.plan.optimizer

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from moec.compiler.errors import DataError
 from moec.demo import next_steps, report
-from moec.demo_run import PLAN, Outcome, run_demo
+from moec.demo_run import Outcome, run_demo
 from moec.demo_text import EXCERPT, DemoText, prepare_text
 from moec.targets import build_target
 
@@ -154,6 +154,6 @@ def test_dead_mixers_miss_what_the_demo_demands(preset: str, tmp_path: Path) -> 
         for layer in model.layers:  # type: ignore[union-attr]
             torch.nn.init.zeros_(layer.attention.mixer.o_proj.weight).requires_grad_(False)
     outcome = run_demo(dead, twin, tmp_path, Console(file=io.StringIO()), eager_steps=1)
+    print(f"{preset} with dead mixers: {outcome.held_out:.3f}, byte pairs alone: {outcome.text.pairs_alone:.3f}")
     assert outcome.held_out > outcome.text.pairs_alone
     assert any("byte pairs alone" in failure for failure in outcome.failures())
-    assert PLAN.packing

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 import moec
-from moec import verification
+from moec import step_pair, verification
 from moec.compiler.errors import PlanError
 from moec.compiler.plan import OptimizerPlan, Plan
+from moec.distance import relative_error
 from moec.models.build import build
 from moec.step import CompiledStep
-from moec.verification import Report, relative_error, verify
+from moec.verification import Report, verify
 
 from .small_models import SMALL_K3, SmallModel
 
@@ -49,7 +50,7 @@ def verify_mutant(model: nn.Module, artifact: Path, monkeypatch: pytest.MonkeyPa
             mutation(step)
             return step
 
-        monkeypatch.setattr(verification.moec, "compile", compiled)
+        monkeypatch.setattr(step_pair.moec, "compile", compiled)
         monkeypatch.setattr(verification, "check_passes", lambda *_: [])
         return verify(model, PLAN, steps=2)
 
@@ -62,7 +63,14 @@ def test_a_right_step_is_equal_and_the_model_is_left_alone(
     before = {name: value.clone() for name, value in model.state_dict().items()}
     report = verify_mutant(lambda step: None)
     assert report.equal, str(report)
-    assert {c.kind for c in report.comparisons} >= {"loss", "gradient", "gradient norm", "parameter", "balanced bias"}
+    assert {c.kind for c in report.comparisons} >= {
+        "loss",
+        "gradient",
+        "gradient norm",
+        "parameter",
+        "routing counts",
+        "buffer",
+    }
     assert {c.name for c in report.comparisons if c.kind == "gradient"} == {n for n, _ in model.named_parameters()}
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
@@ -113,7 +121,7 @@ class _WithoutBalance:
         (_swap_experts, "loss", "lm_loss"),
         (_zero_expert, "loss", "lm_loss"),
         (_changed_update(lambda step, lr: 1.01 * lr), "parameter", "embed.weight"),
-        (_forget_balance, "balanced bias", "correction_bias"),
+        (_forget_balance, "buffer", "correction_bias"),
     ],
     ids=["zeroed", "doubled", "a thousandth", "experts swapped", "expert zeroed", "learning rate", "no balancing"],
 )
