@@ -155,7 +155,7 @@ def _capture_template(
     name: str, calls: list[RegionCall], root: nn.Module, moving: list[set[int]], plan: Plan
 ) -> Template:
     call, body = calls[0], root.get_submodule(calls[0].path)
-    shapes = [dict.fromkeys(dims, _length(plan)) or None for dims in moving]
+    shapes = [dict.fromkeys(dims, _length(plan)) if dims else None for dims in moving]
     exported = _export(
         _RegionBody(body, call), call.inputs, (tuple(shapes),) if plan.dynamic else None, root, call.path
     )
@@ -201,7 +201,7 @@ def _capture_outer(
 
     collected: list[str] = []
     wrapper = _OuterBody(view.module, tuple(fakes), collected)
-    shapes = tuple({1: _length(plan)} if name in _WITH_LENGTH else None for name in fakes)
+    shapes = tuple({1: _length(plan)} if plan.dynamic and name in _WITH_LENGTH else None for name in fakes)
     with templates_in_scope(templates), patched_forwards({p: regions[p] for p in by_path}, replace):
         exported = _export(wrapper, tuple(fakes.values()), (shapes,) if plan.dynamic else None, _root(view))
     flags = {n.removeprefix(view.prefix): tensor.requires_grad for n, tensor in weight_slots(view.module)}
@@ -273,8 +273,8 @@ def _export(
 
 
 def _capture_error(what: str, error: Exception, root: nn.Module) -> CaptureError:
-    text = str(error).strip().splitlines()
-    reason = next((line.strip() for line in text if line.strip()), type(error).__name__)
+    text = [line.strip() for line in str(error).splitlines() if line.strip()]
+    reason = next((line for line in text if line.startswith("- Not all values")), text[0] if text else "")
     data_dependent = any(word in str(error) for word in ("data-dependent", "data dependent", "GuardOnDataDependent"))
     if isinstance(error, PythonGradient):
         hint = (
@@ -286,6 +286,8 @@ def _capture_error(what: str, error: Exception, root: nn.Module) -> CaptureError
             "its control flow or a size depends on the data: replace the loop or `.tolist()` by an op with fixed "
             "shapes (for experts: stacked weights and moec's grouped ops)"
         )
+    elif "Constraints violated" in str(error):
+        hint = "not every length of the plan fits one graph: raise plan.min_length, or leave plan.dynamic out"
     else:
         hint = "run the model once in eager mode with the plan's batch and length to see whether it is the model's own"
     return CaptureError(

@@ -63,13 +63,26 @@ def differentiate(unit: Unit, *, input_flags: list[bool] | None = None) -> Joint
         for node, flag in zip(nodes, input_flags or flags, strict=True)
     )
     with _fresh_results(unit), ExitStack() as stack:
-        joint = aot_export_joint_with_descriptors(stack, unit.module, args)
+        try:
+            joint = aot_export_joint_with_descriptors(stack, unit.module, args)
+        except Exception as error:  # torch raises many kinds here
+            raise _failure(unit, error) from error
         found = _read(unit, joint.graph_module)
     _drop_fresh_results(found)
     _carry_paths(found.graph)
     _clean(found)
     _rebase_sizes(found)
     return found
+
+
+def _failure(unit: Unit, error: Exception) -> PassError:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return PassError(
+        f"unit {unit.name} cannot be differentiated",
+        where=unit.instances[0] or "the model outside its layers",
+        why=f"{type(error).__name__}: {lines[0] if lines else ''}",
+        hint="run forward and backward once in eager mode to see whether it is the model's own",
+    )
 
 
 @contextmanager
@@ -150,7 +163,16 @@ def _read(unit: Unit, module: fx.GraphModule) -> Joint:
     missing = [name for name, node in zip(names, inputs, strict=True) if node is None]
     if missing:
         raise PassError(f"differentiation of {unit.name} lost the arguments {', '.join(missing)}")
+    sparse = [names[index] for index, node in grads.items() if node.meta["val"].layout != torch.strided]
+    if sparse:
+        raise PassError(
+            f"the gradient of {sparse[0]} is sparse",
+            where=", ".join(sparse),
+            why="a step sums gradients of microbatches in dense float32",
+            hint="make the embedding with sparse=False",
+        )
     ordered = [results[i] for i in sorted(results)]
+    buffers = {name: buffers[name] for name in names if name in buffers}
     tangents = dict(sorted(tangents.items()))
     return Joint(unit, graph, module, [n for n in inputs if n is not None], tangents, ordered, buffers, grads)
 

@@ -183,7 +183,7 @@ def _recording(path: str, body: nn.Module, forward: Callable[..., Any], result: 
             tuple(outputs),
             out_constants,
             out_spec,
-            tuple(recorder.mutated),
+            tuple(name for name, _ in weight_slots(body) if name in recorder.mutated),
             key,
         )
         return output
@@ -204,6 +204,12 @@ def describe(tensor: Tensor) -> tuple[Any, ...]:
     return sizes, tuple(str(s) for s in tensor.stride()), str(tensor.dtype), str(tensor.device), tensor.requires_grad
 
 
+# Arguments that an op writes although its schema does not say so.
+_HIDDEN_WRITES = {
+    torch.ops.aten.native_batch_norm.default: ("running_mean", "running_var"),
+    torch.ops.aten.cudnn_batch_norm.default: ("running_mean", "running_var"),
+    torch.ops.aten.miopen_batch_norm.default: ("running_mean", "running_var"),
+}
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout)
 
 
@@ -298,8 +304,10 @@ class _Recorder(TorchDispatchMode):
 
     def _note_mutation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+        hidden = _HIDDEN_WRITES.get(func, ())
         for argument in func._schema.arguments:
-            if argument.alias_info is None or not argument.alias_info.is_write:
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            if not written and argument.name not in hidden:
                 continue
             for value in pytree.tree_leaves(given.get(argument.name)):
                 kind, _, name = self._root(value).partition(" ") if isinstance(value, Tensor) else ("", "", "")

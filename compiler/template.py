@@ -73,9 +73,9 @@ class Template:
     def place(self, parts: Partitioned) -> None:
         """Take over what differentiation and partition decided: saved values, tangents and gradients."""
         joint = parts.joint
-        if set(joint.buffers) != set(self.mutated):
+        if tuple(joint.buffers) != self.mutated:
             raise PassError(
-                f"template {self.name} writes buffers {sorted(joint.buffers)}, the probe saw {sorted(self.mutated)}",
+                f"template {self.name} writes the buffers {list(joint.buffers)}, the probe saw {list(self.mutated)}",
                 where=self.paths[0],
                 hint="write buffers with in-place ops on the buffer itself, such as self.count.add_(1)",
             )
