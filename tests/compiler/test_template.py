@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moec.compiler.capture import Capture, capture
 from moec.compiler.differentiate import differentiate
+from moec.compiler.errors import PassError
 from moec.compiler.partition import partition
 from moec.compiler.plan import Plan
 from moec.compiler.region_op import region, region_backward, templates_in_scope
@@ -107,6 +108,14 @@ def test_symbolic_sizes_follow_the_caller() -> None:
         outputs = template.fake_forward([hidden], weights_of(template, model.layers[0]))
         assert outputs[0].shape == (2, length, WIDTH)
         assert {output.shape[:2] for output in outputs if output.dim() == 3} == {(2, length)}
+
+
+def test_buffers_that_come_in_another_order_are_an_error() -> None:
+    capture_, _ = captured()
+    template = capture_.templates["layer"]
+    template.mutated = ("seen", "other")
+    with pytest.raises(PassError, match=r"writes the buffers \['seen'\], the probe saw \['seen', 'other'\]"):
+        template.place(partition(differentiate(template.unit)))
 
 
 def test_scopes_nest_and_end() -> None:

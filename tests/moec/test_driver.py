@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import moec
 from moec import driver
-from moec.compiler.errors import PlanError, UnsupportedModelError
+from moec.compiler.errors import CaptureError, PassError, PlanError, UnsupportedModelError
 from moec.compiler.graph import Unit
 from moec.compiler.pass_manager import Pass, PassContext, Report
 from moec.compiler.plan import OptimizerPlan, Plan
@@ -19,6 +19,7 @@ from moec.driver import build, weights_without_gradient
 
 from ..spine import (
     PLAN,
+    VOCABULARY,
     WIDTH,
     Language,
     Layer,
@@ -207,6 +208,31 @@ def test_layers_left_out_of_templates_are_in_the_log() -> None:
     assert "not a template layers.0" in str(log)
 
 
+def test_results_that_no_loss_depends_on_are_in_the_log() -> None:
+    class Branching(Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.aux = nn.Linear(WIDTH, 3)
+
+        def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+            return super().forward(hidden), self.aux(hidden)
+
+    class Model(Language):
+        def hidden(self, input_ids: Tensor) -> Tensor:
+            hidden = self.embed(input_ids)
+            for index, layer in enumerate(self.layers):
+                hidden, aux = layer(hidden)
+                hidden = hidden + aux.sum(-1, keepdim=True) if index == 2 else hidden
+            return hidden
+
+    found = build(seeded(Model, Branching(), Branching(), Branching()), PLAN)
+    assert found.log.notes == ["no loss depends on result1 of layers.0, layers.1: no gradient flows from there"]
+    assert list(found.captured.templates) == ["layer", "layer_without_result1"]
+    assert sorted(weights_without_gradient(found)) == sorted(
+        f"layers.{index}.aux.{name}" for index in (0, 1) for name in ("weight", "bias")
+    )
+
+
 @pytest.mark.parametrize("rule", ["layers.*", "layers.1", "*"])
 def test_recompute_rules_change_what_is_kept_and_not_the_numbers(rule: str) -> None:
     step = assert_like_eager(seeded(Language, Layer(), Layer(), Layer()), Plan(batch=2, length=6, recompute=(rule,)))
@@ -265,6 +291,34 @@ def test_a_model_without_a_loss_is_refused() -> None:
 
     error = refused(UnsupportedModelError, seeded(Logits, Layer(), Layer()))
     assert "returned dict without a loss" in error.what
+
+
+def test_a_length_that_does_not_fit_the_graph_of_the_others_is_refused() -> None:
+    """The model shifts by one token: of a length of 2 a single one is left, and sizes of 1 are special to torch."""
+    error = refused(CaptureError, seeded(Language, Layer(), Layer()), batch=1, dynamic="length", min_length=2)
+    assert "Not all values of length" in error.why
+    assert "raise plan.min_length" in error.hint
+
+
+def test_sparse_gradients_are_refused_by_name() -> None:
+    class Sparse(Language):
+        def __init__(self, *layers: nn.Module) -> None:
+            super().__init__(*layers)
+            self.embed = nn.Embedding(VOCABULARY, WIDTH, sparse=True)
+
+    error = refused(PassError, seeded(Sparse, Layer(), Layer()))
+    assert (error.what, error.where) == ("the gradient of embed.weight is sparse", "embed.weight")
+    assert "sparse=False" in error.hint
+
+
+def test_what_cannot_be_differentiated_names_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> Any:
+        raise RuntimeError("no derivative\nmore")
+
+    monkeypatch.setattr("moec.compiler.differentiate.aot_export_joint_with_descriptors", fail)
+    error = refused(PassError, seeded(Language, Layer(), Layer()))
+    assert (error.what, error.where) == ("unit layer cannot be differentiated", "layers.0")
+    assert error.why == "RuntimeError: no derivative"
 
 
 def test_an_op_that_no_program_can_call_is_refused_with_its_place() -> None:

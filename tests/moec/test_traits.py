@@ -167,6 +167,105 @@ def a_running_mean() -> Trait:
 
 
 @trait
+def buffers_written_in_another_order_than_declared() -> Trait:
+    class Two(Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("first", torch.zeros(WIDTH))
+            self.register_buffer("second", torch.zeros(WIDTH))
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            self.second.add_(hidden.detach().mean((0, 1)))
+            self.first.add_(1.0)
+            return super().forward(hidden)
+
+    return Trait(two(Two))
+
+
+@trait
+def batch_norm() -> Trait:
+    """It writes its running statistics without a word in its op's schema."""
+
+    class Normed(Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.batch_norm = nn.BatchNorm1d(WIDTH)
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            return super().forward(self.batch_norm(hidden.transpose(1, 2)).transpose(1, 2))
+
+    return Trait(two(Normed))
+
+
+@trait
+def a_counter_outside_the_layers() -> Trait:
+    class Counting(Language):
+        steps: Tensor
+
+        def __init__(self, *layers: nn.Module) -> None:
+            super().__init__(*layers)
+            self.register_buffer("steps", torch.zeros(()))
+
+        def hidden(self, input_ids: Tensor) -> Tensor:
+            self.steps += 1
+            return super().hidden(input_ids) * (1 + 0.1 * self.steps)
+
+    return Trait(two(model=Counting))
+
+
+@trait
+def a_frozen_tower_under_no_grad() -> Trait:
+    class Towered(Language):
+        def __init__(self, *layers: nn.Module) -> None:
+            super().__init__(*layers)
+            self.tower = nn.ModuleList([Layer(), Layer()])
+
+        def hidden(self, input_ids: Tensor) -> Tensor:
+            with torch.no_grad():
+                side = self.embed(input_ids)
+                for layer in self.tower:
+                    side = layer(side)
+            return super().hidden(input_ids) + side
+
+    return Trait(two(model=Towered), templates=2)
+
+
+@trait
+def layers_of_torch() -> Trait:
+    class Encoder(nn.TransformerEncoderLayer):
+        def __init__(self) -> None:
+            super().__init__(WIDTH, 2, 16, dropout=0.0, batch_first=True)
+
+    return Trait(two(Encoder), gradient_bound=3e-5)
+
+
+@trait
+def tensors_shared_by_all_layers_at_any_length() -> Trait:
+    class Rotated(Layer):
+        def forward(self, hidden: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:  # type: ignore[override]
+            cos, sin = rope
+            hidden = hidden * cos + hidden.roll(1, -1) * sin
+            attended = nn.functional.scaled_dot_product_attention(self.gate(hidden), self.up(hidden), hidden, mask)
+            return super().forward(attended)
+
+    class Model(Language):
+        def hidden(self, input_ids: Tensor) -> Tensor:
+            hidden, length = self.embed(input_ids), input_ids.shape[1]
+            angles = torch.arange(length)[:, None] * torch.arange(WIDTH) * 0.1
+            mask = torch.ones(length, length, dtype=torch.bool).tril()
+            for layer in self.layers:
+                hidden = layer(hidden, (angles.cos(), angles.sin()), mask)
+            return hidden
+
+    return Trait(two(Rotated, Model), plan=Plan(batch=2, length=9, dynamic="length", min_length=3), length=7)
+
+
+@trait
+def two_tokens() -> Trait:
+    return Trait(two(), plan=Plan(batch=3, length=2))
+
+
+@trait
 def a_path_without_gradient() -> Trait:
     class Gated(Layer):
         def forward(self, hidden: Tensor) -> Tensor:
