@@ -72,14 +72,16 @@ class GenericView(nn.Module):
         document_ids: Tensor | None = None,
         image_features: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        given: dict[str, Tensor] = {"input_ids": input_ids, "labels": labels}
+        count = valid_tokens(labels)
+        # A mean over nothing is 0/0, and a NaN in an unused branch still poisons the gradients: such a microbatch gets
+        # labels of its own, and its loss is then multiplied by its count of 0.
+        given: dict[str, Tensor] = {"input_ids": input_ids, "labels": torch.where(count > 0, labels, input_ids)}
         if document_ids is not None and self.takes_documents:
             given["document_ids"] = document_ids
         if image_features is not None:
             given["image_features"] = image_features
         loss = widen(_loss_of(self.model(**given)))
-        count = valid_tokens(labels)
-        loss = torch.where(count > 0, loss, 0.0) * count * inverse_tokens
+        loss = loss * count * inverse_tokens
         return {"objective": loss, "lm_loss": loss.detach()}
 
 

@@ -115,7 +115,7 @@ def build(model: nn.Module, plan: Plan, after_pass: AfterPass | None = None) -> 
         raise UnsupportedModelError(
             "the model is in evaluation mode", why="a training step is compiled", hint="call model.train() first"
         )
-    with _COMPILING:
+    with _COMPILING, torch.inference_mode(False), torch.enable_grad():
         return _build(model, plan, after_pass)
 
 

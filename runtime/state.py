@@ -148,11 +148,13 @@ class StepState:
         A moved weight is read where it is now; a half-precision weight that was written to gives its master the value.
         """
         where = {path: tensor.data_ptr() for path, tensor in self.weights.items()}
+        moved = {path for path, place in where.items() if self._where.get(path, place) != place}
         if where != self._where:
             self._scopes.clear()
             self._where = where
         for path, master in self.masters.items():
-            if self._versions.get(path, self.weights[path]._version) != self.weights[path]._version:
+            written = self._versions.get(path, self.weights[path]._version) != self.weights[path]._version
+            if written or path in moved:
                 with torch.no_grad():
                     master.copy_(self.weights[path])
 

@@ -165,3 +165,28 @@ def test_functional_dropout_of_zero_is_no_random_op() -> None:
     step = moec.compile(seeded(lambda: Language(Quiet(), Quiet())), PLAN)
     batch = batch_for(PLAN)
     assert torch.equal(step.loss(batch)["lm_loss"], step.loss(batch)["lm_loss"])
+
+
+def test_compiling_without_gradients_around_it_still_trains() -> None:
+    batch = batch_for(PLAN)
+    wanted = moec.compile(seeded(lambda: Language(Layer(), Layer())), PLAN).gradients(batch)
+    with torch.no_grad():
+        step = moec.compile(seeded(lambda: Language(Layer(), Layer())), PLAN)
+    assert_equal(step.gradients(batch), wanted)
+
+
+def test_hooks_of_a_layer_run_once() -> None:
+    model = seeded(lambda: Language(Layer(), Layer()))
+    for layer in model.layers:
+        layer.register_forward_hook(lambda module, args, output: output * 2)
+    eager, batch = copy.deepcopy(model), batch_for(PLAN)
+    assert_equal(moec.compile(model, PLAN).gradients(batch), eager_gradients(eager, batch))
+
+
+def test_data_assigned_to_half_precision_weights_is_what_trains() -> None:
+    model = seeded(lambda: Language(Layer(), Layer())).to(torch.bfloat16)
+    step, batch = moec.compile(model, PLAN), batch_for(PLAN)
+    step(batch)
+    model.head.weight.data = torch.full_like(model.head.weight, 0.25)
+    step(batch, lr=0.0)
+    assert torch.equal(model.head.weight, torch.full_like(model.head.weight, 0.25))
