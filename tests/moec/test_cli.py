@@ -183,3 +183,15 @@ def test_verify_of_a_difference_exits_with_1(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_tiny_presets_are_equal(preset: str, dtype: str) -> None:
     result = run("verify", preset, "--dtype", dtype)
     assert result.exit_code == 0, result.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3", "gpt_oss", "qwen3_next", "kimi_linear", "glm_moe_dsa"])
+def test_the_hugging_face_models_are_equal(kind: str, dtype: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from moec.models.huggingface.tiny import TINY
+
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **TINY[kind]}))
+    result = run("verify", tmp_path / "config.json", "--dtype", dtype, "--set", "length=64")
+    assert result.exit_code == 0, result.output
