@@ -39,6 +39,7 @@ from moec.models.adapters import training_view
 
 _BOUNDS = {torch.float64: 1e-11, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 _NOISE_RATIO = 3.0
+_SAMPLES = 4
 
 
 @dataclass(frozen=True)
@@ -146,9 +147,9 @@ class _Values:
             for value in signature.inputs
         ]
 
-    def rounded_differently(self) -> _Values:
+    def rounded_differently(self, seed: int) -> _Values:
         """Every floating point value off by about half a unit in the last place: what rounding alone can do."""
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator().manual_seed(seed)
 
         def off(value: Tensor) -> Tensor:
             if not value.is_floating_point():
@@ -198,8 +199,8 @@ def _check(step: Pass, unit: str, old: _Graph, new: _Graph, values: _Values) -> 
     base = max(_BOUNDS.get(tensor.dtype, 0.0) for tensor in [*one.results.values(), *values.weights.values()])
     bounds = dict.fromkeys(errors, base)
     if any(error > base for error in errors.values()):
-        noise = largest_by_role(_errors(one, _run(old, values.rounded_differently())))
-        bounds = {name: max(base, _NOISE_RATIO * noise[role(name)]) for name in errors}
+        noise = [largest_by_role(_errors(one, _run(old, values.rounded_differently(seed)))) for seed in range(_SAMPLES)]
+        bounds = {name: max(base, _NOISE_RATIO * max(sample[role(name)] for sample in noise)) for name in errors}
     excess = max((error / bounds[name] for name, error in errors.items()), default=0.0)
     where = ""
     if excess > 1.0:

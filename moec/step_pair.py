@@ -4,16 +4,16 @@ One step:
 1. Forward and backward of both: losses, gradients, and what the routers count for their balance.
 2. Both update with the compiled gradients and counts: gradient norm, parameters, buffers. Then the eager copy takes
    over the compiled parameters and buffers.
-3. In full precision, what was beyond its bound in 1 is tried again on the same batch with the weights slightly moved:
-   where two experts or two keys are nearly tied a rounding decides, and the decision of the other side is right too.
-   A wrong step is still wrong there.
+3. What was beyond its bound in 1 is tried again on the same batch with the weights slightly moved (in half precision
+   after the last step): where two experts or two keys are nearly tied a rounding decides, and the decision of the other
+   side is right too. A wrong step is still wrong there.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -29,7 +29,7 @@ from moec.runtime import StepState
 from moec.step import CompiledStep
 
 _TRIES = 3
-_MOVE = 1e-3
+_MOVE, _HALF_MOVE = 1e-3, 1e-2  # several roundings of the type, and far less than a few optimizer steps
 
 Values = Mapping[str, Tensor | None]
 Numbers = dict[Kind, Values]
@@ -68,8 +68,34 @@ class StepPair:
         measured = self._compare("gradient norm", "", number, result.gradient_norm, norm)
         return [*judged.values(), measured, *self._compare_state(number)]
 
-    def settle(self, comparison: Comparison) -> Comparison:
-        """In half precision: with the bound that follows from how far eager was off in any of the steps."""
+    def settled(self, comparisons: list[Comparison], batches: Sequence[Mapping[str, Tensor]]) -> list[Comparison]:
+        """With the bounds that half precision leaves open: they follow from how far eager was off in any of the steps.
+
+        What is beyond them is tried again nearby, as in full precision, which measures eager there as well.
+        """
+        found = [self._settle(comparison) for comparison in comparisons]
+        for seed in range(_TRIES if self._half else 0):
+            for number in sorted({comparison.step for comparison in found if not comparison.equal}):
+                with self._moved_weights(seed):
+                    batch = batches[number - 1]
+                    again = self._judge(
+                        number, batch, self._compiled_numbers(batch), self._eager_numbers(self.eager, batch)
+                    )
+                found = [self._better(one, again) for one in found]
+        return found
+
+    def _better(self, comparison: Comparison, again: Mapping[tuple[Kind, str], Comparison]) -> Comparison:
+        """What a second try makes of a comparison of the same step that was beyond its bound."""
+        if comparison.equal:
+            return comparison
+        settled = self._settle(comparison)
+        other = again.get((comparison.kind, comparison.name))
+        if settled.equal or other is None or other.step != comparison.step:
+            return settled
+        other = self._settle(other)
+        return replace(other, nearby=True) if other.equal else settled
+
+    def _settle(self, comparison: Comparison) -> Comparison:
         key = comparison.kind, role(comparison.name)
         if not self._half or key not in self._noise:
             return comparison
@@ -170,13 +196,14 @@ class StepPair:
 
     @contextmanager
     def _moved_weights(self, seed: int) -> Iterator[None]:
-        """Within the context all parameters of both sides are off by about a thousandth, in the same way."""
+        """Within the context all parameters of both sides are slightly off, in the same way."""
+        size = _HALF_MOVE if self._half else _MOVE
         generator = torch.Generator().manual_seed(seed)
         pairs = [(self.compiled.state.weights[name], parameter) for name, parameter in self.eager.parameters.items()]
         before = [(weight.detach().clone(), parameter.detach().clone()) for weight, parameter in pairs]
         with torch.no_grad():
             for weight, parameter in pairs:
-                factor = 1.0 + _MOVE * torch.randn(weight.shape, generator=generator).to(weight)
+                factor = 1.0 + size * torch.randn(weight.shape, generator=generator).to(weight)
                 weight.mul_(factor)
                 parameter.mul_(factor)
         try:

@@ -114,7 +114,7 @@ def verify(model: nn.Module, plan: Plan | None = None, *, steps: int = 3, seed: 
     report = Report(passes=check_passes(copy.deepcopy(model), plan, microbatches(batches[0])[0]))
     pair = StepPair(model, plan, counts={counts for _, counts, _ in view.balanced})
     comparisons = [one for number, batch in enumerate(batches, 1) for one in pair.step(number, batch)]
-    report.comparisons = [pair.settle(comparison) for comparison in comparisons]
+    report.comparisons = pair.settled(comparisons, batches)
     report.losses = pair.losses
     report.void = _void([eager for _, eager in pair.losses], pair.eager.model, model)
     return report

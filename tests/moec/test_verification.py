@@ -175,6 +175,20 @@ def test_half_precision_is_measured_against_float32() -> None:
     assert max(c.error for c in gradients) > 1e-4
 
 
+def test_a_wrong_gradient_shows_in_half_precision_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = moec.compile
+
+    def compiled(model: nn.Module, plan: Plan) -> CompiledStep:
+        step = real(model, plan)
+        _scale_gradient("head.weight", 1.1)(step)
+        return step
+
+    monkeypatch.setattr(step_pair.moec, "compile", compiled)
+    report = verify(SmallModel().to(torch.bfloat16), PLAN)
+    assert {c.name for c in report.differences()} == {"head.weight"}
+    assert {c.step for c in report.differences()} == {1, 2, 3}
+
+
 def test_float64_has_tight_bounds() -> None:
     report = verify(SmallModel().double(), PLAN)
     assert report.equal, str(report)
