@@ -388,6 +388,7 @@ def test_hugging_face_models_of_any_length(kind: str) -> None:
     assert_model(model, (16, 24, 20), bound=5e-5 if kind == "qwen3_next" else 1e-5)
 
 
+@pytest.mark.slow
 def test_c01_experts_that_loop_over_who_was_hit() -> None:
     """Mixtral's own loop over experts, in a batch that leaves experts without a token."""
     from moec.models.huggingface.adapter import from_config
