@@ -58,7 +58,7 @@ class GraphBreak:
         return f"{self.where}{after}: {self.reason}; {cost}"
 
 
-@dataclass
+@dataclass(eq=False)  # torch.compile compares options: two logs are two backends
 class BackendLog:
     """What the backend did: the log of the passes over all graphs, and the breaks between the graphs.
 

@@ -325,6 +325,14 @@ def test_wrong_options_are_errors(options: dict[str, Any], says: str) -> None:
         compiled(model, **options)[0](*batch_of())
 
 
+def test_two_logs_of_one_model_both_tell_of_it() -> None:
+    model = seeded(Language, Layer())
+    for _ in range(2):
+        function, log = compiled(model)
+        function(*batch_of())
+        assert len(log.compiled) == 1
+
+
 def test_without_a_log_of_their_own_models_share_the_process_log() -> None:
     before = len(torch.compile(nn.Linear(2, 2), backend="moec")(torch.randn(1, 2)))
     shared = last_log()
