@@ -221,7 +221,7 @@ class _RegionBody(nn.Module):
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         args, kwargs, around = self.call.arguments(tensors)
         with ambient_scope(**around):
-            output = self.body(*args, **kwargs)
+            output = self.body.forward(*args, **kwargs)  # its hooks run around the call in the outer graph
         return tuple(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
 
 

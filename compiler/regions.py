@@ -154,8 +154,7 @@ def _recording(path: str, body: nn.Module, forward: Callable[..., Any], result: 
         out_leaves, out_spec = pytree.tree_flatten(output)
         outputs = [leaf for leaf in out_leaves if isinstance(leaf, Tensor)]
         out_constants = tuple(None if isinstance(leaf, Tensor) else Constant(leaf) for leaf in out_leaves)
-        hooked = "it has forward hooks" if body._forward_hooks or body._forward_pre_hooks else ""
-        reason = recorder.foreign or hooked or _unfit(constants) or _unfit(out_constants)
+        reason = recorder.foreign or _unfit(constants) or _unfit(out_constants)
         if not outputs:
             reason = reason or "it returns no tensor"
         if reason:
