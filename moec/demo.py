@@ -27,17 +27,12 @@ from moec.compiler.errors import ArtifactError, MoecError
 if TYPE_CHECKING:
     from moec.demo_run import Outcome
 
-CORES = 2
-
 
 def main(
     preset: Annotated[str, typer.Option(help="k3-tiny or k3-dsa-tiny.")] = "k3-tiny",
     out: Annotated[Path, typer.Option(help="Folder to write; an earlier demo in it is replaced.")] = Path("demo-out"),
 ) -> None:
     """Train a tiny model on Python source through its compiled step, and compare with eager PyTorch."""
-    # Must be set before torch is imported. Threads that wait by spinning take the cores from those that work as soon
-    # as anything else runs on the machine, and the run becomes ten times slower.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     started = time.perf_counter()
     console = Console()
     try:
@@ -108,7 +103,9 @@ def _run(preset: str, out: Path, console: Console) -> Outcome:
     from moec.demo_run import run_demo
     from moec.targets import build_target
 
-    torch.set_num_threads(min(CORES, os.cpu_count() or 1))
+    # The tensors of a tiny model are too small to share: two threads take as long as one on two free cores, and many
+    # times as long when something else runs beside them.
+    torch.set_num_threads(1)
     _clear(out)
     return run_demo(build_target(preset), build_target(preset), out, console)
 

@@ -19,8 +19,9 @@ from moec.runtime.step import IGNORED
 from moec.step import CompiledStep
 from moec.training import train_model
 
-PLAN = Plan(batch=8, length=256, packing=True, optimizer=OptimizerPlan(lr=6e-3, warmup_steps=10))
-STEPS = 160
+PLAN = Plan(batch=8, length=256, packing=True, optimizer=OptimizerPlan(lr=6e-3, warmup_steps=30))
+"""The long warm-up keeps rounding small: without it two eager runs part by 0.1 nats within 20 steps."""
+STEPS = 120
 EAGER_STEPS = 20
 TARGET = 2.8
 """Nats per byte at the end; byte frequencies alone give about 3.2."""
