@@ -15,7 +15,7 @@ from rich.table import Table
 
 from moec.compiler.errors import ArtifactError
 from moec.compiler.partition import Placement
-from moec.compiler.pass_manager import Match, NearMiss, PassRecord
+from moec.compiler.pass_manager import Change, NearMiss, PassRecord
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class PassLog:
     lowering: dict[str, str] = field(default_factory=dict)
     stages: list[StageTime] = field(default_factory=list)
 
-    def matches(self, name: str) -> list[tuple[str, Match]]:
+    def matches(self, name: str) -> list[tuple[str, Change]]:
         """(unit, match) of one pass."""
         return [(record.unit, match) for record in self.records if record.name == name for match in record.matches]
 
@@ -104,7 +104,7 @@ class PassLog:
                 self.near_misses.append(NearMiss(**entry))
             case "pass":
                 entry["instances"] = tuple(entry["instances"])
-                entry["matches"] = tuple(Match(**match) for match in entry["matches"])
+                entry["matches"] = tuple(Change(**match) for match in entry["matches"])
                 entry["near_misses"] = tuple(NearMiss(**miss) for miss in entry["near_misses"])
                 self.records.append(PassRecord(**entry))
             case "placement":

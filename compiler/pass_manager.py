@@ -19,7 +19,7 @@ from moec.compiler.graph import Program, Unit, module_path, op_histogram
 
 
 @dataclass(frozen=True)
-class Match:
+class Change:
     """Something a pass changed: the module path, what was found there, and what it became."""
 
     path: str
@@ -39,11 +39,11 @@ class NearMiss:
 class Report:
     """What one pass did to one unit."""
 
-    matches: list[Match] = field(default_factory=list)
+    matches: list[Change] = field(default_factory=list)
     near_misses: list[NearMiss] = field(default_factory=list)
 
     def match(self, node: fx.Node, what: str) -> None:
-        self.matches.append(Match(module_path(node), what))
+        self.matches.append(Change(module_path(node), what))
 
     def near_miss(self, node: fx.Node, what: str, reason: str) -> None:
         self.near_misses.append(NearMiss(module_path(node), what, reason))
@@ -91,7 +91,7 @@ class PassRecord:
     unit: str
     instances: tuple[str, ...]
     seconds: float
-    matches: tuple[Match, ...]
+    matches: tuple[Change, ...]
     near_misses: tuple[NearMiss, ...]
     nodes_before: int
     nodes_after: int

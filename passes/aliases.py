@@ -7,7 +7,7 @@ import operator
 from torch import fx
 
 from moec.compiler._torch_compat import OpOverload
-from moec.compiler.pattern import source_of
+from moec.compiler.nodes import source_of
 
 
 def is_mutation(node: fx.Node) -> bool:

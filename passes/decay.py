@@ -8,7 +8,9 @@ import torch
 from torch import fx
 
 from moec.compiler.graph import tensor_meta
-from moec.compiler.pattern import Match, Pattern, anything, aten, dim, match, number, op, source_of, var
+from moec.compiler.matching import Match, match
+from moec.compiler.nodes import aten, source_of
+from moec.compiler.pattern import Pattern, anything, dim, number, op, var
 from moec.passes.parts import RESHAPES
 from moec.passes.recognize_norm import ADD, MUL
 from moec.passes.rewrite import Refused, Rewriter

@@ -13,8 +13,10 @@ from torch import fx
 
 import moec.compiler.dialect  # noqa: F401  (registers torch.ops.moec)
 from moec.compiler.graph import Unit, tensor_meta
+from moec.compiler.matching import Match
+from moec.compiler.nodes import aten, origin, source_of
 from moec.compiler.pass_manager import Pass, PassContext, Report
-from moec.compiler.pattern import Match, anything, aten, cast, op, origin, source_of, var
+from moec.compiler.pattern import anything, cast, op, var
 from moec.passes.parts import RESHAPES
 from moec.passes.recognize_mlp import is_projection
 from moec.passes.recognize_norm import MUL

@@ -18,25 +18,10 @@ from torch import fx
 
 import moec.compiler.dialect  # noqa: F401  (registers torch.ops.moec)
 from moec.compiler.graph import Unit, tensor_meta
+from moec.compiler.matching import Failure, Match, match
+from moec.compiler.nodes import aten, bound_args, describe, used_outside
 from moec.compiler.pass_manager import Pass, PassContext, Report
-from moec.compiler.pattern import (
-    Failure,
-    Match,
-    Pattern,
-    anything,
-    aten,
-    bound_args,
-    cast,
-    describe,
-    dim,
-    item,
-    items,
-    match,
-    number,
-    op,
-    used_outside,
-    var,
-)
+from moec.compiler.pattern import Pattern, anything, cast, dim, item, items, number, op, var
 from moec.passes.mask_rules import evaluate
 from moec.passes.mask_values import Linear
 from moec.passes.masks import NotUnderstood, understand

@@ -23,20 +23,10 @@ from torch import fx
 
 import moec.compiler.dialect  # noqa: F401  (registers torch.ops.moec)
 from moec.compiler.graph import Unit, tensor_meta
+from moec.compiler.matching import Failure, Match
+from moec.compiler.nodes import Targets, bound_args, describe, looked_through, origin, source_of, used_outside
 from moec.compiler.pass_manager import Pass, PassContext, Report
-from moec.compiler.pattern import (
-    Failure,
-    Match,
-    Targets,
-    anything,
-    bound_args,
-    describe,
-    looked_through,
-    op,
-    origin,
-    source_of,
-    used_outside,
-)
+from moec.compiler.pattern import anything, op
 from moec.passes.decay import Decay, read_decay, read_sigmoid
 from moec.passes.layout import fold_reshapes
 from moec.passes.parts import RESHAPES, part_of

@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from moec.compiler.graph import tensor_meta
-from moec.compiler.pattern import aten, looked_through, origin, source_of
+from moec.compiler.nodes import aten, looked_through, origin, source_of
 from moec.passes.rewrite import Rewriter
 
 _TRANSPOSE, _RESHAPE = aten("transpose.int"), aten("reshape.default")

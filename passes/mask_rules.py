@@ -11,7 +11,9 @@ from torch import fx
 
 from moec.compiler._torch_compat import OpOverload
 from moec.compiler.graph import tensor_meta
-from moec.compiler.pattern import CASTS, COPIES, Match, Targets, aten, bound_args, describe, items, match, op, var
+from moec.compiler.matching import Match, match
+from moec.compiler.nodes import CASTS, COPIES, Targets, aten, bound_args, describe
+from moec.compiler.pattern import items, op, var
 from moec.passes.mask_values import (
     Additive,
     Fact,

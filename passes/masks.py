@@ -17,7 +17,9 @@ import torch
 from torch import fx
 
 from moec.compiler.graph import tensor_meta
-from moec.compiler.pattern import Match, aten, describe, dim, match, op, var
+from moec.compiler.matching import Match, match
+from moec.compiler.nodes import aten, describe
+from moec.compiler.pattern import dim, op, var
 from moec.passes.mask_rules import NotUnderstood, evaluate
 from moec.passes.mask_values import Additive, Fact, Truth, negation, positive
 

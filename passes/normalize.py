@@ -18,8 +18,8 @@ import torch
 from torch import fx
 
 from moec.compiler.graph import Unit, tensor_meta
-from moec.compiler.pass_manager import Match, Pass, PassContext, Report
-from moec.compiler.pattern import CASTS, Targets, aten, bound_args, source_of, target_name
+from moec.compiler.nodes import CASTS, Targets, aten, bound_args, source_of, target_name
+from moec.compiler.pass_manager import Change, Pass, PassContext, Report
 from moec.passes.aliases import last_writes
 from moec.passes.inplace import is_mutation, make_functional
 from moec.passes.rewrite import Rewriter, erase_dead
@@ -46,7 +46,7 @@ class Normalize(Pass):
                 unit.graph.erase_node(node)
         counts += make_functional(unit.graph, report)
         _fold(unit.graph, counts)
-        report.matches += [Match("", f"{count} x {what}") for what, count in sorted(counts.items())]
+        report.matches += [Change("", f"{count} x {what}") for what, count in sorted(counts.items())]
         return report
 
 

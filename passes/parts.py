@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from moec.compiler.graph import tensor_meta
-from moec.compiler.pattern import Targets, aten, bound_args, origin
+from moec.compiler.nodes import Targets, aten, bound_args, origin
 
 SLICES = aten("slice.Tensor", "narrow.default")
 SPLITS = aten("chunk.default", "split.Tensor", "split_with_sizes.default", "unsafe_chunk.default")

@@ -18,24 +18,10 @@ from torch import fx
 
 import moec.compiler.dialect  # noqa: F401  (registers torch.ops.moec)
 from moec.compiler.graph import Unit, tensor_meta
+from moec.compiler.matching import Match, match
+from moec.compiler.nodes import aten, bound_args, origin, source_of
 from moec.compiler.pass_manager import Pass, PassContext, Report
-from moec.compiler.pattern import (
-    Match,
-    Pattern,
-    anything,
-    aten,
-    bound_args,
-    cast,
-    dim,
-    item,
-    items,
-    match,
-    number,
-    op,
-    origin,
-    source_of,
-    var,
-)
+from moec.compiler.pattern import Pattern, anything, cast, dim, item, items, number, op, var
 from moec.passes.layout import fold_users, transposed
 from moec.passes.masks import Mask, NotUnderstood, understand
 from moec.passes.parts import RESHAPES

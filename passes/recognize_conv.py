@@ -14,8 +14,10 @@ import torch
 
 import moec.compiler.dialect  # noqa: F401  (registers torch.ops.moec)
 from moec.compiler.graph import Unit, tensor_meta
+from moec.compiler.matching import Match, match
+from moec.compiler.nodes import aten
 from moec.compiler.pass_manager import Pass, PassContext, Report
-from moec.compiler.pattern import Match, Pattern, anything, aten, cast, dim, items, match, number, op, value, var
+from moec.compiler.pattern import Pattern, anything, cast, dim, items, number, op, value, var
 from moec.passes.layout import fold_users, transposed
 from moec.passes.recognize_norm import ADD, MUL, input_as_wide_as_result
 from moec.passes.rewrite import Refused, Rewriter, Rule, Sign, apply_rules

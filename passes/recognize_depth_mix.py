@@ -18,21 +18,10 @@ from torch import fx
 
 import moec.compiler.dialect  # noqa: F401  (registers torch.ops.moec)
 from moec.compiler.graph import Unit, tensor_meta
+from moec.compiler.matching import Match
+from moec.compiler.nodes import aten, bound_args, origin, source_of
 from moec.compiler.pass_manager import Pass, PassContext, Report
-from moec.compiler.pattern import (
-    Match,
-    Pattern,
-    anything,
-    aten,
-    bound_args,
-    cast,
-    dim,
-    number,
-    op,
-    origin,
-    source_of,
-    var,
-)
+from moec.compiler.pattern import Pattern, anything, cast, dim, number, op, var
 from moec.passes.recognize_norm import ADD, MUL
 from moec.passes.rewrite import Refused, Rewriter, Rule, Sign, apply_rules
 

@@ -17,25 +17,10 @@ from torch import fx
 
 import moec.compiler.dialect  # noqa: F401  (registers torch.ops.moec)
 from moec.compiler.graph import Unit, tensor_meta
+from moec.compiler.matching import Failure, Match, match
+from moec.compiler.nodes import Targets, aten, origin, source_of
 from moec.compiler.pass_manager import Pass, PassContext, Report
-from moec.compiler.pattern import (
-    Failure,
-    Match,
-    Pattern,
-    Targets,
-    anything,
-    aten,
-    cast,
-    dim,
-    item,
-    items,
-    match,
-    number,
-    op,
-    origin,
-    source_of,
-    var,
-)
+from moec.compiler.pattern import Pattern, anything, cast, dim, item, items, number, op, var
 from moec.passes.normalize import swapped_dims
 from moec.passes.parts import RESHAPES
 from moec.passes.recognize_norm import ADD, MUL

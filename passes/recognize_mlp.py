@@ -14,8 +14,10 @@ from torch import fx
 
 import moec.compiler.dialect  # noqa: F401  (registers torch.ops.moec)
 from moec.compiler.graph import Unit, tensor_meta
+from moec.compiler.matching import Match
+from moec.compiler.nodes import aten, describe, origin, source_of
 from moec.compiler.pass_manager import Pass, PassContext, Report
-from moec.compiler.pattern import Match, Pattern, aten, cast, describe, number, op, origin, source_of, value, var
+from moec.compiler.pattern import Pattern, cast, number, op, value, var
 from moec.passes.parts import RESHAPES, part_of
 from moec.passes.recognize_norm import ADD, DIV, MUL, input_as_wide_as_result
 from moec.passes.rewrite import Refused, Rewriter, Rule, Sign, apply_rules

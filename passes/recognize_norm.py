@@ -15,8 +15,10 @@ from torch import fx
 
 import moec.compiler.dialect  # noqa: F401  (registers torch.ops.moec)
 from moec.compiler.graph import Unit, tensor_meta
+from moec.compiler.matching import Match
+from moec.compiler.nodes import aten, origin
 from moec.compiler.pass_manager import Pass, PassContext, Report
-from moec.compiler.pattern import Match, Pattern, anything, aten, cast, dim, number, op, origin, value, var
+from moec.compiler.pattern import Pattern, anything, cast, dim, number, op, value, var
 from moec.passes.rewrite import Refused, Rewriter, Rule, Sign, apply_rules
 
 MUL, DIV, ADD = aten("mul.Tensor"), aten("div.Tensor"), aten("add.Tensor", "add.Scalar")

@@ -17,19 +17,10 @@ from torch import fx
 
 import moec.compiler.dialect  # noqa: F401  (registers torch.ops.moec)
 from moec.compiler.graph import Unit, tensor_meta
+from moec.compiler.matching import Match
+from moec.compiler.nodes import aten, bound_args
 from moec.compiler.pass_manager import Pass, PassContext, Report
-from moec.compiler.pattern import (
-    Match,
-    Pattern,
-    anything,
-    aten,
-    bound_args,
-    dim,
-    item,
-    number,
-    op,
-    var,
-)
+from moec.compiler.pattern import Pattern, anything, dim, item, number, op, var
 from moec.passes.parts import RESHAPES
 from moec.passes.recognize_norm import ADD, DIV, MUL
 from moec.passes.rewrite import Refused, Rewriter, Rule, Sign, apply_rules

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from moec.runtime.loop import TrainSummary, train
     from moec.runtime.optimizer import adamw, clip_gradients, parameter_groups
     from moec.runtime.program import load_constants, load_program
-    from moec.runtime.protocol import Batches, CompiledStep, StepResult
+    from moec.runtime.protocol import Batches, OptimizerStep, StepResult
     from moec.runtime.schedule import Schedule
     from moec.runtime.sources import Sources, find_text
     from moec.runtime.state import StepState
@@ -28,7 +28,7 @@ _HOME = {
     "BalanceBuffers": "balance",
     "Batches": "protocol",
     "ByteTokenizer": "tokenizer",
-    "CompiledStep": "protocol",
+    "OptimizerStep": "protocol",
     "FileTokenizer": "tokenizer",
     "PackedText": "data",
     "Schedule": "schedule",
@@ -56,8 +56,8 @@ __all__ = [
     "BalanceBuffers",
     "Batches",
     "ByteTokenizer",
-    "CompiledStep",
     "FileTokenizer",
+    "OptimizerStep",
     "PackedText",
     "Schedule",
     "Sources",

@@ -20,7 +20,7 @@ from moec.compiler.errors import CheckpointError, NonFiniteError, PlanError
 from moec.runtime.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from moec.runtime.metrics import METRICS, JsonLines, Sink, TensorBoard
 from moec.runtime.progress import TrainingProgress
-from moec.runtime.protocol import Batches, CompiledStep, StepResult
+from moec.runtime.protocol import Batches, OptimizerStep, StepResult
 
 CHECKPOINTS = "checkpoints"
 
@@ -42,7 +42,7 @@ class TrainSummary:
 
 
 def train(
-    step: CompiledStep,
+    step: OptimizerStep,
     data: Batches,
     *,
     steps: int,
@@ -102,7 +102,7 @@ def train(
 class _Run:
     """One run and its folder."""
 
-    compiled: CompiledStep
+    compiled: OptimizerStep
     data: Batches
     out: Path
     keep: int

@@ -26,7 +26,7 @@ class StepResult:
     metrics: Mapping[str, float | Tensor] = field(default_factory=dict)
 
 
-class CompiledStep(Protocol):
+class OptimizerStep(Protocol):
     """One call is one optimizer step, and adds one to `state.step`; fingerprint: JSON values by field name."""
 
     @property

@@ -10,7 +10,7 @@ import pytest
 from moec.compiler.errors import ArtifactError
 from moec.compiler.log import PassLog, StageTime
 from moec.compiler.partition import Placement
-from moec.compiler.pass_manager import Match, NearMiss, PassRecord
+from moec.compiler.pass_manager import Change, NearMiss, PassRecord
 
 
 def record(**changes: object) -> PassRecord:
@@ -20,7 +20,7 @@ def record(**changes: object) -> PassRecord:
         "unit": "layer",
         "instances": ("layers.0", "layers.1"),
         "seconds": 0.25,
-        "matches": (Match("norm", "rms_norm"), Match("post", "rms_norm"), Match("out", "gated_norm")),
+        "matches": (Change("norm", "rms_norm"), Change("post", "rms_norm"), Change("out", "gated_norm")),
         "near_misses": (NearMiss("odd", "norm", "the mean is over two dimensions"),),
         "nodes_before": 20,
         "nodes_after": 12,

@@ -11,7 +11,7 @@ from torch import nn
 from moec.compiler.cost import graph_cost
 from moec.compiler.errors import PassError
 from moec.compiler.graph import Program, Unit
-from moec.compiler.pass_manager import Match, NearMiss, Pass, PassContext, Pipeline, Report
+from moec.compiler.pass_manager import Change, NearMiss, Pass, PassContext, Pipeline, Report
 
 from .units import unit_of
 
@@ -84,7 +84,7 @@ def test_records_tell_what_each_pass_did_to_each_unit() -> None:
     context = PassContext()
     first, second = Pipeline([Relu()], cost=graph_cost).run(program, context)
     assert (first.name, first.unit, first.instances) == ("relu", "one", ("layers.0", "layers.1"))
-    assert first.matches == (Match("1", "relu to silu"),)
+    assert first.matches == (Change("1", "relu to silu"),)
     assert (first.added, first.removed) == ({"aten.silu.default": 1}, {"aten.relu.default": 1})
     assert first.nodes_before == first.nodes_after
     assert first.cost_before["flops"] > 0

@@ -6,24 +6,9 @@ import pytest
 import torch
 from torch import fx
 
-from moec.compiler.pattern import (
-    Failure,
-    Match,
-    Pattern,
-    anything,
-    aten,
-    cast,
-    dim,
-    explain,
-    item,
-    items,
-    match,
-    number,
-    op,
-    root_targets,
-    value,
-    var,
-)
+from moec.compiler.matching import Failure, Match, explain, match
+from moec.compiler.nodes import aten
+from moec.compiler.pattern import Pattern, anything, cast, dim, item, items, number, op, root_targets, value, var
 
 from .support import Call, unit_of
 

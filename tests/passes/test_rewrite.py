@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 from moec.compiler.graph import module_path
+from moec.compiler.matching import Match
+from moec.compiler.nodes import aten
 from moec.compiler.pass_manager import Report
-from moec.compiler.pattern import Match, anything, aten, item, op, var
+from moec.compiler.pattern import anything, item, op, var
 from moec.passes.normalize import Normalize
 from moec.passes.rewrite import Refused, Rewriter, Rule, Sign, apply_rules
 
