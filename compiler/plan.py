@@ -57,10 +57,52 @@ class OptimizerPlan:
 
 
 @dataclass(frozen=True)
+class MeshPlan:
+    """How many ranks work on a step, and how they share it.
+
+    fsdp: all ranks; each holds its part of every parameter, gradient and moment. ep: ranks that share the experts
+    among them; it divides fsdp, and each expert lies on fsdp / ep ranks in parts.
+    gather: "again" gathers a layer's weights anew for backward, "keep" holds them from forward on.
+    prefetch: how many buckets are gathered ahead of the layer that runs; 0 gathers each one when it is needed.
+    reduce_dtype: dtype in which gradients are summed over ranks.
+    capacity: rows that an expert takes from each rank, as a multiple of an even share; 0 takes what comes.
+    overflow: with a capacity, "refuse" stops the step when rows are too many, "drop" leaves them out and counts them.
+    """
+
+    fsdp: int = 1
+    ep: int = 1
+    gather: Literal["again", "keep"] = "again"
+    prefetch: int = 1
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    capacity: float = 0.0
+    overflow: Literal["refuse", "drop"] = "refuse"
+
+    def __post_init__(self) -> None:
+        _convert_fields(self, "mesh.")
+        _require(self.fsdp >= 1, "mesh.fsdp", f"is {self.fsdp}", "there is at least one rank")
+        _require(self.ep >= 1, "mesh.ep", f"is {self.ep}", "there is at least one rank")
+        _require(
+            self.fsdp % self.ep == 0, "mesh.ep", f"is {self.ep}, mesh.fsdp is {self.fsdp}", "ep must divide fsdp"
+        )
+        _require(self.prefetch >= 0, "mesh.prefetch", f"is {self.prefetch}", "it is at least 0")
+        _require(self.capacity >= 0, "mesh.capacity", f"is {self.capacity}", "it is at least 0; 0 takes all rows")
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.fsdp
+
+    @property
+    def edp(self) -> int:
+        """Ranks that hold parts of the same experts."""
+        return self.fsdp // self.ep
+
+
+@dataclass(frozen=True)
 class Plan:
     """How to run one training step.
 
-    batch: rows per microbatch (B). length: tokens per row (T). accumulation: microbatches per step (A).
+    batch: rows per microbatch and rank (B). length: tokens per row (T). accumulation: microbatches per step (A).
     dtype: dtype of the model's matrices; None takes the model as it is.
     image_tokens: placeholder tokens per microbatch that take a row of `image_features` each; 0 for text alone.
     packing: rows may hold several documents, told apart by `document_ids`.
@@ -81,6 +123,7 @@ class Plan:
     min_length: int = 2
     recompute: tuple[str, ...] = ()
     loss_chunk: int = 4096
+    mesh: MeshPlan = field(default_factory=MeshPlan)
     optimizer: OptimizerPlan = field(default_factory=OptimizerPlan)
     disable: tuple[str, ...] = ()
     check: bool = False

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 
 from moec.compiler.errors import PlanError
-from moec.compiler.plan import OptimizerPlan, Plan
+from moec.compiler.plan import MeshPlan, OptimizerPlan, Plan
 
 FULL = Plan(
     batch=3,
@@ -24,6 +24,7 @@ FULL = Plan(
     recompute=("layers.*.mlp", "*"),
     loss_chunk=128,
     optimizer=OptimizerPlan(lr=1e-3, betas=(0.8, 0.99), schedule="constant", warmup_steps=7, total_steps=90),
+    mesh=MeshPlan(fsdp=4, ep=2, gather="keep", prefetch=2, reduce_dtype="bfloat16", capacity=1.5, overflow="drop"),
     disable=("recognize_norm",),
     check=True,
 )
