@@ -81,9 +81,7 @@ class MeshPlan:
         _convert_fields(self, "mesh.")
         _require(self.fsdp >= 1, "mesh.fsdp", f"is {self.fsdp}", "there is at least one rank")
         _require(self.ep >= 1, "mesh.ep", f"is {self.ep}", "there is at least one rank")
-        _require(
-            self.fsdp % self.ep == 0, "mesh.ep", f"is {self.ep}, mesh.fsdp is {self.fsdp}", "ep must divide fsdp"
-        )
+        _require(self.fsdp % self.ep == 0, "mesh.ep", f"is {self.ep}, mesh.fsdp is {self.fsdp}", "ep must divide fsdp")
         _require(self.prefetch >= 0, "mesh.prefetch", f"is {self.prefetch}", "it is at least 0")
         _require(self.capacity >= 0, "mesh.capacity", f"is {self.capacity}", "it is at least 0; 0 takes all rows")
 

@@ -1,10 +1,11 @@
 """`moec::region`: how the outer graph calls a layer template.
 
-    region(template, path, inputs, weights) -> results [+ saved values, once the template is partitioned]
-    region_backward(template, path, inputs, weights, saved, grads) -> gradients of inputs, then of weights
+    region(template, path, inputs, weights) -> results
+    region_backward(template, path, inputs, weights, grads) -> gradients of inputs, then of weights
 
-The ops are opaque, so the outer graph holds one node per layer and direction whatever the layer contains. What a
-template means is looked up in the table that `templates_in_scope` installs for the time of one compilation.
+The ops are opaque, so the outer graph holds one node per layer and direction whatever the layer contains. What a layer
+saves for its backward does not show here: the emitted program hands it over by the layer's path. What a template means
+is looked up in the table that `templates_in_scope` installs for the time of one compilation.
 """
 
 from __future__ import annotations
@@ -21,18 +22,11 @@ class RegionTemplate(Protocol):
     """What the ops need to know of a template."""
 
     def fake_forward(self, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
-        """Fakes of the results, then of the saved values."""
+        """Fakes of the results."""
         ...
 
-    def fake_backward(
-        self, inputs: Sequence[Tensor], weights: Sequence[Tensor], saved: Sequence[Tensor], grads: Sequence[Tensor]
-    ) -> list[Tensor]:
+    def fake_backward(self, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
         """Fakes of the gradients, in the order of `grad_positions`."""
-        ...
-
-    @property
-    def result_count(self) -> int:
-        """How many of the forward's outputs are results; the rest are saved values."""
         ...
 
     @property
@@ -82,7 +76,6 @@ def region_backward(
     path: str,
     inputs: Sequence[Tensor],
     weights: Sequence[Tensor],
-    saved: Sequence[Tensor],
     grads: Sequence[Tensor],
 ) -> list[Tensor]:
     """Gradients of one call of a layer template. Only traced: autograd does not reach into an op that runs."""
@@ -95,30 +88,26 @@ def _region_backward_fake(
     path: str,
     inputs: Sequence[Tensor],
     weights: Sequence[Tensor],
-    saved: Sequence[Tensor],
     grads: Sequence[Tensor],
 ) -> list[Tensor]:
-    return _TEMPLATES[template].fake_backward(inputs, weights, saved, grads)
+    return _TEMPLATES[template].fake_backward(inputs, weights)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     ctx.template, ctx.path, region_inputs, weights = inputs
-    ctx.input_count, ctx.weight_count = len(region_inputs), len(weights)
-    ctx.result_count = _TEMPLATES[ctx.template].result_count
-    ctx.save_for_backward(*region_inputs, *weights, *output[ctx.result_count :])
+    ctx.input_count = len(region_inputs)
+    ctx.save_for_backward(*region_inputs, *weights)
 
 
 def _backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
-    tensors = ctx.saved_tensors
-    split = ctx.input_count + ctx.weight_count
-    inputs, weights, saved = tensors[: ctx.input_count], tensors[ctx.input_count : split], tensors[split:]
+    tensors, split = ctx.saved_tensors, ctx.input_count
     known = _TEMPLATES[ctx.template]
     tangents = [grads[i] for i in known.tangent_positions]
-    found = region_backward(ctx.template, ctx.path, list(inputs), list(weights), list(saved), tangents)
-    slots: list[Tensor | None] = [None] * split
+    found = region_backward(ctx.template, ctx.path, list(tensors[:split]), list(tensors[split:]), tangents)
+    slots: list[Tensor | None] = [None] * len(tensors)
     for position, grad in zip(known.grad_positions, found, strict=True):
         slots[position] = grad
-    return None, None, slots[: ctx.input_count], slots[ctx.input_count :]
+    return None, None, slots[:split], slots[split:]
 
 
 region.register_autograd(_backward, setup_context=_setup_context)

@@ -9,9 +9,9 @@ import sympy
 import torch
 from torch import Tensor
 
+from moec.compiler.differentiate import Joint
 from moec.compiler.errors import PassError
 from moec.compiler.graph import Unit
-from moec.compiler.partition import Partitioned
 from moec.compiler.regions import RegionCall
 
 
@@ -50,7 +50,7 @@ class Template:
     """One program shared by all `calls`.
 
     inputs, weights: descriptions of what the program takes. results: what the region returns, then the new values of
-    the buffers it writes (`mutated`). saved, grads: filled in by differentiation and partition.
+    the buffers it writes (`mutated`). grads and the positions: filled in by differentiation.
     """
 
     name: str
@@ -61,7 +61,6 @@ class Template:
     results: tuple[ValueSpec, ...]
     mutated: tuple[str, ...]
     unit: Unit
-    saved: tuple[ValueSpec, ...] = ()
     grads: tuple[ValueSpec, ...] = ()
     tangent_positions: tuple[int, ...] = ()
     grad_positions: tuple[int, ...] = ()
@@ -70,9 +69,8 @@ class Template:
     def paths(self) -> tuple[str, ...]:
         return tuple(call.path for call in self.calls)
 
-    def place(self, parts: Partitioned) -> None:
-        """Take over what differentiation and partition decided: saved values, tangents and gradients."""
-        joint = parts.joint
+    def take_gradients(self, joint: Joint) -> None:
+        """Take over from differentiation which results pass a gradient back, and what gets one."""
         if tuple(joint.buffers) != self.mutated:
             raise PassError(
                 f"template {self.name} writes the buffers {list(joint.buffers)}, the probe saw {list(self.mutated)}",
@@ -82,7 +80,6 @@ class Template:
         weights = len(self.weights)
         positions = {index: index - weights if index >= weights else index + len(self.inputs) for index in joint.grads}
         ordered = sorted(positions, key=lambda index: positions[index])
-        self.saved = tuple(ValueSpec.of(node.meta["val"]) for node in parts.saved)
         self.tangent_positions = tuple(sorted(joint.tangents))
         self.grad_positions = tuple(positions[index] for index in ordered)
         self.grads = tuple(ValueSpec.of(joint.inputs[index].meta["val"]) for index in ordered)
@@ -93,11 +90,9 @@ class Template:
 
     def fake_forward(self, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
         sizes = self._sizes([*inputs, *weights])
-        return [spec.fake(sizes) for spec in (*self.results, *self.saved)]
+        return [spec.fake(sizes) for spec in self.results]
 
-    def fake_backward(
-        self, inputs: Sequence[Tensor], weights: Sequence[Tensor], saved: Sequence[Tensor], grads: Sequence[Tensor]
-    ) -> list[Tensor]:
+    def fake_backward(self, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
         sizes = self._sizes([*inputs, *weights])
         return [spec.fake(sizes) for spec in self.grads]
 

@@ -259,28 +259,26 @@ def _check_dtype(model: nn.Module, plan: Plan) -> None:
 
 def _differentiate_and_place(result: Compilation) -> None:
     captured, plan, log = result.captured, result.plan, result.log
-    graphs: dict[str, fx.Graph] = {}
     joints: dict[str, Joint] = {}
     log.notes += detach_unused_results(captured, OBJECTIVE)
     recomputed = apply_recompute_rules(captured, plan.recompute)
     with _timed(log, "joint") as count:
         for unit in captured.program.templates():
             joints[unit.name] = _differentiated(unit, plan)
-            graphs[unit.name] = joints[unit.name].graph
-        count(graphs.values())
-    with _timed(log, "placed") as count:
         for template in captured.templates.values():
-            parts = _partitioned(joints[template.unit.name], plan, recompute=template.name in recomputed)
-            template.place(parts)
-            result.sections.append(Section(template, parts))
+            template.take_gradients(joints[template.unit.name])
+        count(joint.graph for joint in joints.values())
     with _timed(log, "joint (outer)") as count, templates_in_scope(captured.templates):
         _report_only(captured.program.outer)
         outer = _differentiated(captured.program.outer, plan)
         _by_path_only(outer)
-        graphs[OUTER] = outer.graph
         count([outer.graph])
+    graphs = {name: joint.graph for name, joint in joints.items()} | {OUTER: outer.graph}
     result.stages["joint"] = StageGraphs("joint", {name: graph_text(graph) for name, graph in graphs.items()})
-    with _timed(log, "placed (outer)") as count:
+    with _timed(log, "placed") as count:
+        for template in captured.templates.values():
+            parts = _partitioned(joints[template.unit.name], plan, recompute=template.name in recomputed)
+            result.sections.append(Section(template, parts))
         result.outer = _partitioned(outer, plan)
         everything = [*((s.template.name, s.parts) for s in result.sections), (OUTER, result.outer)]
         count(graph for _, parts in everything for graph in (parts.forward, parts.backward))
@@ -330,7 +328,7 @@ def _by_path_only(outer: Joint) -> None:
             node.args = (template, path, inputs, [])
         elif node.target is torch.ops.moec.region_backward.default:
             template, path, *_, tangents = node.args
-            node.args = (template, path, [], [], [], tangents)
+            node.args = (template, path, [], [], tangents)
     outer.graph.eliminate_dead_code()
 
 

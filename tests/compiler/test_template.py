@@ -11,7 +11,6 @@ from torch import Tensor
 from moec.compiler.capture import Capture, capture
 from moec.compiler.differentiate import differentiate
 from moec.compiler.errors import PassError
-from moec.compiler.partition import partition
 from moec.compiler.plan import Plan
 from moec.compiler.region_op import region, region_backward, templates_in_scope
 from moec.compiler.template import Template
@@ -75,17 +74,15 @@ def test_a_template_runs_differentiably_on_its_own(found: tuple[Capture, Any]) -
         assert weight.grad is None or distance(layer_grads[name], weight.grad) <= 1e-6
 
 
-def test_fakes_have_the_shapes_of_results_saved_values_and_gradients() -> None:
+def test_fakes_have_the_shapes_of_results_and_gradients() -> None:
     capture_, model = captured()
     template = capture_.templates["layer"]
-    parts = partition(differentiate(template.unit))
-    template.place(parts)
+    template.take_gradients(differentiate(template.unit))
     hidden, weights = torch.randn(2, 6, WIDTH), weights_of(template, model.layers[0])
     outputs = template.fake_forward([hidden], weights)
-    assert len(outputs) == template.result_count + len(parts.saved)
+    assert len(outputs) == template.result_count
     assert outputs[0].shape == (2, 6, WIDTH)
-    saved = outputs[template.result_count :]
-    grads = template.fake_backward([hidden], weights, saved, [outputs[0]])
+    grads = template.fake_backward([hidden], weights)
     wanted = [hidden, *weights]
     assert [grad.shape for grad in grads] == [wanted[position].shape for position in template.grad_positions]
     names = ["hidden", *template.weight_names]
@@ -102,7 +99,7 @@ def test_symbolic_sizes_follow_the_caller() -> None:
     plan = Plan(batch=2, length=12, dynamic="length", min_length=4)
     capture_, model = captured(plan)
     template = capture_.templates["layer"]
-    template.place(partition(differentiate(template.unit)))
+    template.take_gradients(differentiate(template.unit))
     for length in (4, 7, 12):
         hidden = torch.randn(2, length, WIDTH)
         outputs = template.fake_forward([hidden], weights_of(template, model.layers[0]))
@@ -115,7 +112,7 @@ def test_buffers_that_come_in_another_order_are_an_error() -> None:
     template = capture_.templates["layer"]
     template.mutated = ("seen", "other")
     with pytest.raises(PassError, match=r"writes the buffers \['seen'\], the probe saw \['seen', 'other'\]"):
-        template.place(partition(differentiate(template.unit)))
+        template.take_gradients(differentiate(template.unit))
 
 
 def test_scopes_nest_and_end() -> None:
@@ -133,4 +130,4 @@ def test_scopes_nest_and_end() -> None:
 def test_the_backward_op_never_runs(found: tuple[Capture, Any]) -> None:
     hidden = torch.randn(2, 6, WIDTH)
     with templates_in_scope(found[0].templates), pytest.raises(AssertionError, match="never runs"):
-        region_backward("layer", "layers.0", [hidden], [], [], [hidden])
+        region_backward("layer", "layers.0", [hidden], [], [hidden])
