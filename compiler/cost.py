@@ -48,6 +48,8 @@ def node_bytes(node: fx.Node) -> float:
     """Bytes that one node reads and writes; views move nothing."""
     if _is_free(node):
         return 0.0
+    if node.target in _READS_WHAT_IT_WRITES:
+        return 2.0 * nbytes(node.meta.get("val"))
     read = sum(nbytes(source.meta.get("val")) for source in node.all_input_nodes)
     return float(read + nbytes(node.meta.get("val")))
 
@@ -107,3 +109,5 @@ _FREE = {
     aten.reshape.default,
     aten.sym_size.int,
 }
+# Takes its part out of a larger value.
+_READS_WHAT_IT_WRITES = {torch.ops.moec.unshard.default}

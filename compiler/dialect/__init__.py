@@ -11,6 +11,7 @@ from moec.compiler.dialect.loss import linear_cross_entropy
 from moec.compiler.dialect.norm import gated_norm, l2_norm, rms_norm
 from moec.compiler.dialect.registry import DEFINITIONS, Definition, define, lookup
 from moec.compiler.dialect.route import balanced_bias, route, route_histogram
+from moec.compiler.dialect.shards import pack_gradients, unshard
 from moec.compiler.dialect.sparse_attention import index_topk, indexer_loss, sparse_attention
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "l2_norm",
     "linear_cross_entropy",
     "lookup",
+    "pack_gradients",
     "permute",
     "rms_norm",
     "route",
@@ -38,4 +40,5 @@ __all__ = [
     "sigmoid_gate",
     "sparse_attention",
     "unpermute",
+    "unshard",
 ]
