@@ -61,3 +61,11 @@ class CheckpointError(MoecError):
 
 class DataError(MoecError):
     """Training data that is missing, empty or not text."""
+
+
+class RankError(MoecError):
+    """Ranks that cannot work together: they differ, one of them stopped, or they are not as many as the mesh says."""
+
+
+class CollectiveError(RankError):
+    """Ranks that meet in different collectives, or in one whose arguments do not fit."""
