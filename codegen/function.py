@@ -80,8 +80,7 @@ class FunctionWriter:
                         line for text in self.after[made].splitlines() for line in fold(text.format(self.text(made)))
                     ]
             dead = sorted(last.get(node, ()))
-            if dead:
-                lines.append(f"del {', '.join(dead)}")
+            lines += _deletions(dead)
         return lines
 
     def text(self, value: Any) -> str:
@@ -230,6 +229,16 @@ def fold(text: str) -> list[str]:
     return _wrapped(text, opening)
 
 
+def _deletions(names: list[str]) -> list[str]:
+    lines: list[str] = []
+    for name in names:
+        if lines and len(lines[-1]) + len(name) + 2 <= WIDTH - len(INDENT):
+            lines[-1] += f", {name}"
+        else:
+            lines.append(f"del {name}")
+    return lines
+
+
 def _wrapped(text: str, opening: int) -> list[str]:
     """The text with what lies between the bracket at `opening` and its last character on lines of their own."""
     head, inner, tail = text[: opening + 1], text[opening + 1 : -1], text[-1]
@@ -251,7 +260,9 @@ def identifier(text: str) -> str:
 
 
 def _wish(node: fx.Node) -> str:
-    """A value that leaves its module is named after the module, any other after its op."""
+    """A value that leaves its module is named after the module, any other after its op; a pass may name it itself."""
+    if "wish" in node.meta:
+        return str(node.meta["wish"])
     path = module_path(node)
     last = path.rpartition(".")[2]
     leaves = any(module_path(user) != path for user in node.users)

@@ -62,6 +62,8 @@ def _plain_call(node: fx.Node, op: OpOverload, render: Render) -> str:
     keywords = [f"{name}={render(value)}" for name, value in node.kwargs.items() if name not in _IMPLIED_KEYWORDS]
     if namespace == "moec":
         return f"moec.{name}({', '.join([*_named_after_gap(node, op._schema.arguments, render), *keywords])})"
+    if namespace == "_c10d_functional":
+        return f"c10d.{name}({', '.join([*(render(value) for value in node.args), *keywords])})"
     prefix = "aten" if namespace == "aten" else f"torch.ops.{namespace}"
     parts = [*(render(value) for value in node.args), *keywords]
     return f"{prefix}.{name}.{op._overloadname}({', '.join(parts)})"

@@ -63,12 +63,13 @@ def write_program(
     blocks += _model_functions({s.template.name: s for s in sections}, outer, results, constants)
     blocks.append(_function("def update(state, lr):", [f'"""{_UPDATE_DOC}"""', *update.splitlines()]))
     blocks.append(_STEP)
-    blocks.insert(0, _preamble(header, device, kernels=any("moec.kda_triton" in block for block in blocks)))
+    blocks.insert(0, _preamble(header, device, "\n".join(blocks)))
     return ProgramText("\n\n\n".join(blocks) + "\n", constants)
 
 
-def _preamble(header: str, device: torch.device, *, kernels: bool) -> str:
+def _preamble(header: str, device: torch.device, body: str) -> str:
     index = f", {device.index}" if device.index is not None else ""
+    kernels, collectives = "moec.kda_triton" in body, "c10d." in body
     return "\n".join(
         [
             f'"""{header}\n"""',
@@ -80,6 +81,7 @@ def _preamble(header: str, device: torch.device, *, kernels: bool) -> str:
             "",
             "aten = torch.ops.aten",
             "moec = torch.ops.moec",
+            *(["c10d = torch.ops._c10d_functional"] if collectives else []),
             f'DEVICE = torch.device("{device.type}"{index})',
             "CONSTANTS = runtime.load_constants(__file__, DEVICE)",
         ]
@@ -142,17 +144,33 @@ def _template_backward(
     grads = dict(zip(parts.joint.grads, parts.backward.output_node().args[0], strict=True))  # type: ignore[arg-type]
     writer.wishes = {node: f"d_{_short(signature.inputs[index].name)}" for index, node in grads.items()}
     body += writer.lines(node for node in grads.values() if isinstance(node, fx.Node))
-    of_inputs, of_weights = [], []
+    of_inputs, of_buckets, of_weights = list[str](), list[str](), list[str]()
     for index, node in grads.items():
         value = signature.inputs[index]
-        if value.kind == "input":
-            of_inputs.append(writer.text(node))
-        else:
+        if value.kind == "weight":
             of_weights.append(f'"{value.name}": {writer.text(node)}')
-    body += fold(f"grads = {{{', '.join(of_weights)}}}") if len(of_weights) < 3 else _dict_lines(of_weights)
-    body.append(f"return {_one_or_tuple(of_inputs)}, grads" if of_inputs else "return None, grads")
-    arguments = ["w", "saved", *tangents.values()]
+        else:
+            (of_inputs if value.kind == "input" else of_buckets).append(writer.text(node))
+    found = [*of_inputs, *of_buckets]
+    if _returns_weights(section):
+        body += fold(f"grads = {{{', '.join(of_weights)}}}") if len(of_weights) < 3 else _dict_lines(of_weights)
+        body.append(f"return {_one_or_tuple(found) if found else None}, grads")
+    else:
+        body.append(f"return {_one_or_tuple(found)}")
+    arguments = ["w", *_buckets(signature), "saved", *tangents.values()]
     return _function(f"def {template.name}_backward({', '.join(arguments)}):", body)
+
+
+def _returns_weights(section: Section) -> bool:
+    """Whether a layer's backward returns gradients by weight name, beside those of its inputs and buckets."""
+    signature = section.parts.joint.unit.signature
+    by_name = any(signature.inputs[index].kind == "weight" for index in section.parts.joint.grads)
+    return by_name or not _buckets(signature)
+
+
+def _buckets(signature: Signature) -> list[str]:
+    """Variables of the gathered buckets that a layer takes."""
+    return [name for index, name in _locals(signature).items() if signature.inputs[index].kind == "bucket"]
 
 
 def _model_functions(
@@ -225,7 +243,7 @@ def _model_backward(
         if isinstance(node, fx.Node) and not _is_layer_grad(node, sections):
             own.setdefault(node, []).append(signature.inputs[index].name)
     writer.after = {
-        node: "\n".join(f'state.accumulate("{name}", {{}})' for name in wanted)
+        node: "\n".join(f"{_accumulate(signature, name)}, {{}})" for name in wanted)
         for node, wanted in own.items()
         if node.op == "call_function"
     }
@@ -236,8 +254,14 @@ def _model_backward(
     body += writer.lines(())
     for node, wanted in own.items():
         if node.op != "call_function":
-            body += [f'state.accumulate("{name}", {writer.text(node)})' for name in wanted]
+            body += [f"{_accumulate(signature, name)}, {writer.text(node)})" for name in wanted]
     return _function("def backward(state, saved):", body)
+
+
+def _accumulate(signature: Signature, name: str) -> str:
+    """The beginning of the call that adds a gradient to the state."""
+    sharded = any(value.name == name and value.kind == "shard" for value in signature.inputs)
+    return f'state.accumulate{"_shard" if sharded else ""}("{name}"'
 
 
 def _region_handler(sections: Mapping[str, Section]) -> Any:
@@ -253,32 +277,48 @@ def _region_handler(sections: Mapping[str, Section]) -> Any:
                 continue
             names.append(writer.name(user, region_name(str(path)), within=node))
             writer.given[user] = names[-1]
-        arguments = [f'state.scope("{path}")', *(writer.text(value) for value in inputs)]  # type: ignore[union-attr]
+        arguments = [*_weight_texts(writer, node, section), *(writer.text(value) for value in inputs)]  # type: ignore[union-attr]
         return f'{_one_or_tuple(names)}, saved["{path}"] = {template}_forward({", ".join(arguments)})'
 
     return write
 
 
+def _weight_texts(writer: FunctionWriter, node: fx.Node, section: Section) -> list[str]:
+    """The first arguments of a layer: its weights and buffers by name, then its buckets."""
+    buckets = len(_buckets(section.parts.joint.unit.signature))
+    texts = [writer.text(value) for value in node.args[3]]  # type: ignore[union-attr]
+    scope = f'state.scope("{node.args[1]}")'
+    shared = [f'"{name}": {text}' for name, text in zip(node.meta.get("weight_names", ()), texts, strict=True)][
+        buckets:
+    ]
+    return [f"{{**{scope}, {', '.join(shared)}}}" if shared else scope, *texts[:buckets]]
+
+
 def _region_backward_handler(sections: Mapping[str, Section]) -> Any:
     def write(writer: FunctionWriter, node: fx.Node) -> str:
         template, path, *_, tangents = node.args
-        known = sections[str(template)].template
+        section = sections[str(template)]
+        known, signature = section.template, section.parts.joint.unit.signature
+        kinds = {value.name: value.kind for value in signature.inputs}
         users = {int(user.args[1]): user for user in node.users if is_getitem(user)}  # type: ignore[arg-type]
         names, extra = [], []
         for index, position in enumerate(known.grad_positions):
             user = users.get(index)
-            if position < len(known.inputs):
-                wish = f"d_{region_name(str(path))}"
+            weight = known.weight_names[position - len(known.inputs)] if position >= len(known.inputs) else ""
+            if not weight or kinds[weight] == "bucket":
+                wish = f"d_{'bucket_' if weight else ''}{region_name(str(path))}"
                 names.append(writer.drop(node) if user is None else writer.name(user, wish, within=node))
             elif user is not None and not _only_output(user):
-                weight = known.weight_names[position - len(known.inputs)]
                 extra.append(f'{writer.name(user, f"d_{identifier(weight)}", within=node)} = grads.pop("{weight}")')
             if user is not None:
                 writer.given[user] = writer.names.get(user, "")
-        arguments = [f'state.scope("{path}")', f'saved.pop("{path}")', *(writer.text(value) for value in tangents)]  # type: ignore[union-attr]
+        arguments = [*_weight_texts(writer, node, section), f'saved.pop("{path}")']
+        arguments += [writer.text(value) for value in tangents]  # type: ignore[union-attr]
+        call = f"{template}_backward({', '.join(arguments)})"
         target = _one_or_tuple(names or [writer.drop(node)])
-        call = f"{target}, grads = {template}_backward({', '.join(arguments)})"
-        return "\n".join([call, *extra, f'state.accumulate_layer("{path}", grads)', "del grads"])
+        if not _returns_weights(section):
+            return f"{target} = {call}"
+        return "\n".join([f"{target}, grads = {call}", *extra, f'state.accumulate_layer("{path}", grads)', "del grads"])
 
     return write
 
@@ -332,15 +372,17 @@ def _input_texts(parts: Partitioned, graph: fx.Graph) -> dict[fx.Node, str]:
     for node in graph.find_nodes(op="placeholder"):
         kind, index = node.meta["role"]
         if kind == "input":
-            texts[node] = names.get(index) or f'w["{signature.inputs[index].name}"]'
+            value = signature.inputs[index]
+            by_name = f'state.shard("{value.name}")' if value.kind == "shard" else f'w["{value.name}"]'
+            texts[node] = names.get(index) or by_name
     return texts
 
 
 def _locals(signature: Signature) -> dict[int, str]:
-    """Index of each input (not weight or buffer) -> a variable of its own."""
+    """Index of each input and bucket (not weight or buffer) -> a variable of its own."""
     names: dict[int, str] = {}
     for index, value in enumerate(signature.inputs):
-        if value.kind == "input":
+        if value.kind in ("input", "bucket"):
             name = identifier(value.name)
             name = f"input_{name}" if name.startswith("d_output") else name
             while name in _RESERVED or name in names.values():
@@ -351,7 +393,8 @@ def _locals(signature: Signature) -> dict[int, str]:
 
 def _inputs_of_backward(parts: Partitioned) -> list[str]:
     """Names of the inputs (not weights) that the backward reads; they are saved by reference."""
-    names = _locals(parts.joint.unit.signature)
+    signature = parts.joint.unit.signature
+    names = {index: name for index, name in _locals(signature).items() if signature.inputs[index].kind == "input"}
     roles = [node.meta["role"] for node in parts.backward.find_nodes(op="placeholder")]
     return [names[index] for kind, index in roles if kind == "input" and index in names]
 

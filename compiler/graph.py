@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-InputKind = Literal["weight", "buffer", "input"]
+InputKind = Literal["weight", "buffer", "input", "bucket", "shard"]
 OutputKind = Literal["result", "buffer"]
 
 OUTER = "model"
@@ -22,11 +22,16 @@ OUTER = "model"
 
 @dataclass(frozen=True)
 class InputValue:
-    """One placeholder. `name`: the weight's or buffer's path below the unit's module, or the input's name."""
+    """One placeholder. `name`: the weight's or buffer's path below the unit's module, or the input's name.
+
+    On several ranks, a layer takes its weights as a gathered "bucket", and the outer unit takes a "shard" of each.
+    experts: the weight holds one rank's share of the experts (passes/shard_experts.py).
+    """
 
     kind: InputKind
     name: str
     requires_grad: bool = False
+    experts: bool = False
 
 
 @dataclass(frozen=True)

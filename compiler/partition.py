@@ -60,26 +60,31 @@ class Partitioned:
 def partition(joint: Joint, *, recompute: bool = False) -> Partitioned:
     """Split `joint`; with `recompute` only inputs and what must not run again are saved."""
     _copy_written_buffers(joint)
-    forward_nodes = _ancestors([*joint.results, *joint.buffers.values()])
-    forward_nodes |= {
-        node
-        for node in joint.graph.nodes
-        if (is_getitem(node) and node.args[0] in forward_nodes) or node.meta.get("before_write")
-    }
-    backward_nodes = [node for node in joint.graph.nodes if node.op == "call_function" and node not in forward_nodes]
+    forward = forward_nodes(joint)
+    backward = [node for node in joint.graph.nodes if node.op == "call_function" and node not in forward]
     chooser = _Chooser(joint, recompute)
     # A chain that only the backward asks for may still be pure forward work (a transposed weight): it stays there.
-    for node in [*backward_nodes, *joint.grads.values()]:
-        for source in [node] if node in forward_nodes else node.all_input_nodes:
-            if source in forward_nodes:
+    for node in [*backward, *joint.grads.values()]:
+        for source in [node] if node in forward else node.all_input_nodes:
+            if source in forward:
                 chooser.need(source)
     return Partitioned(
         joint,
-        _forward_graph(joint, forward_nodes, chooser.saved),
-        _backward_graph(joint, backward_nodes, chooser),
+        _forward_graph(joint, forward, chooser.saved),
+        _backward_graph(joint, backward, chooser),
         chooser.saved,
         chooser.placements,
     )
+
+
+def forward_nodes(joint: Joint) -> set[fx.Node]:
+    """The nodes, inputs included, that results and new buffer values need."""
+    found = _ancestors([*joint.results, *joint.buffers.values()])
+    return found | {
+        node
+        for node in joint.graph.nodes
+        if (is_getitem(node) and node.args[0] in found) or node.meta.get("before_write")
+    }
 
 
 def _copy_written_buffers(joint: Joint) -> None:
@@ -130,13 +135,13 @@ class _Chooser:
         """Place one value; returns the values that must be available for it."""
         if node.op in ("placeholder", "get_attr") or node in self.again or node in self._saved or not _has_tensor(node):
             return []
-        maker = node.args[0] if is_getitem(node) and not _is_view(node) else node
+        maker = node.args[0] if is_getitem(node) and not is_view(node) else node
         assert isinstance(maker, fx.Node)
         allowed, reason = may_recompute(maker)
         changed = _reads_any(node, self._written)
         if changed:
             allowed, reason = False, "it reads a buffer that the forward changes"
-        if _is_view(node) and not changed:
+        if is_view(node) and not changed:
             return self._run_again(node, maker, "a view of a value at hand")
         if self._recompute and allowed:
             return self._run_again(node, maker, "the plan's recompute rule")
@@ -146,7 +151,7 @@ class _Chooser:
     def _run_again(self, node: fx.Node, maker: fx.Node, reason: str) -> list[fx.Node]:
         """Run `node` again in backward; of several results of one op, the op runs again once."""
         self.again |= {node, maker}
-        if is_tensor(node) and not _is_view(node):
+        if is_tensor(node) and not is_view(node):
             self._note(node, "recompute", reason)
         return maker.all_input_nodes
 
@@ -229,9 +234,10 @@ def _has_tensor(node: fx.Node) -> bool:
     return isinstance(value, torch.Tensor | tuple | list)
 
 
-def _is_view(node: fx.Node) -> bool:
+def is_view(node: fx.Node) -> bool:
+    """Whether a node yields the memory of its first input, or is as cheap as if it did."""
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
-        return is_getitem(node) and _is_view(node.args[0])  # type: ignore[arg-type]
+        return is_getitem(node) and is_view(node.args[0])  # type: ignore[arg-type]
     if node.target in _COPYING_VIEWS:
         return True
     returns = node.target._schema.returns
@@ -245,5 +251,5 @@ _COPYING_VIEWS = {aten.reshape.default}
 def _reads_any(node: fx.Node, sources: set[fx.Node]) -> bool:
     """Whether a node reads the memory of one of `sources`, directly or through views."""
     return any(
-        source in sources or (_is_view(source) and _reads_any(source, sources)) for source in node.all_input_nodes
+        source in sources or (is_view(source) and _reads_any(source, sources)) for source in node.all_input_nodes
     )

@@ -57,8 +57,8 @@ class PassContext:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
-class Pass(ABC):
-    """A transformation graph -> graph on one unit.
+class Contract(ABC):
+    """What a pass promises.
 
     name: also the file's name. stage: the stage whose spec the result fulfils.
     requires / provides / conflicts: names of facts ("norms", "attention", ...) that order the pipeline.
@@ -72,6 +72,10 @@ class Pass(ABC):
     conflicts: ClassVar[tuple[str, ...]] = ()
     changes_numerics: ClassVar[bool] = False
     touches_state: ClassVar[bool] = False
+
+
+class Pass(Contract):
+    """A transformation graph -> graph on one unit."""
 
     @abstractmethod
     def run(self, unit: Unit, context: PassContext) -> Report:

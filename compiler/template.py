@@ -84,6 +84,15 @@ class Template:
         self.grad_positions = tuple(positions[index] for index in ordered)
         self.grads = tuple(ValueSpec.of(joint.inputs[index].meta["val"]) for index in ordered)
 
+    def take_buckets(self, joint: Joint) -> None:
+        """Take over from sharding which weights now come in buckets; each bucket counts as one weight."""
+        specs = dict(zip(self.weight_names, self.weights, strict=True))
+        taken = [(v, node) for v, node in zip(joint.unit.signature.inputs, joint.inputs, strict=True)]
+        members = [(v, node) for v, node in taken if v.kind != "input"]
+        self.weight_names = tuple(v.name for v, _ in members)
+        self.weights = tuple(specs.get(v.name) or ValueSpec.of(node.meta["val"]) for v, node in members)
+        self.take_gradients(joint)
+
     @property
     def result_count(self) -> int:
         return len(self.results)

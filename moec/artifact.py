@@ -206,4 +206,4 @@ def _minor(version: str) -> str:
     return ".".join(version.split("+")[0].split(".")[:2])
 
 
-STAGES = ("captured", "fused", "joint", "placed", "lowered")
+STAGES = ("captured", "fused", "joint", "sharded", "placed", "lowered")

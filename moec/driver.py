@@ -32,10 +32,12 @@ from moec.compiler.cost import graph_cost
 from moec.compiler.differentiate import Joint, differentiate
 from moec.compiler.errors import PlanError, UnsupportedModelError
 from moec.compiler.graph import OUTER, Unit
+from moec.compiler.layout import BucketInstance
 from moec.compiler.log import PassLog, StageTime
 from moec.compiler.lower import add_choice, lower
 from moec.compiler.partition import Partitioned, partition
 from moec.compiler.pass_manager import Pass, PassContext, Pipeline
+from moec.compiler.placement import JointProgram, run_placement, shared_weights
 from moec.compiler.plan import Plan
 from moec.compiler.printer import StageGraphs, graph_text
 from moec.compiler.recompute_rules import apply_recompute_rules
@@ -44,7 +46,7 @@ from moec.compiler.spec import check_joint, check_placed, check_stage
 from moec.compiler.unused_results import detach_unused_results
 from moec.compiler.view import TrainingView
 from moec.models.adapters import training_view
-from moec.passes import SEMANTIC_PASSES
+from moec.passes import SEMANTIC_PASSES, SHARDING_PASSES
 from moec.runtime.program import load_program
 from moec.runtime.state import StepState
 from moec.step import CompiledStep
@@ -54,7 +56,8 @@ from moec.step import CompiledStep
 class Compilation:
     """Everything the stages produced; `compile` wraps it into a step, the command line prints it.
 
-    stages: stage name -> graphs as text. state_map: weights, buffers and what they are (artifact.py).
+    stages: stage name -> graphs as text. unreached: trainable parameters that no gradient reaches by the model's own
+    design; the optimizer leaves them alone. buckets: what lies sharded where, on several ranks.
     """
 
     model: nn.Module
@@ -64,6 +67,8 @@ class Compilation:
     log: PassLog
     sections: list[Section] = field(default_factory=list)
     outer: Partitioned | None = None
+    unreached: list[str] = field(default_factory=list)
+    buckets: dict[str, BucketInstance] = field(default_factory=dict)
     stages: dict[str, StageGraphs] = field(default_factory=dict)
     program: ProgramText | None = None
 
@@ -86,7 +91,7 @@ def compile(model: nn.Module, plan: Plan | None = None) -> CompiledStep:
     compilation = build(model, plan)
     folder = Path(tempfile.mkdtemp(prefix="moec-step-"))
     write(compilation, folder)
-    state = StepState.from_module(model, without_gradient=weights_without_gradient(compilation))
+    state = StepState.from_module(model, without_gradient=compilation.unreached)
     step = CompiledStep.of(load_program(folder), state, folder, compilation.log)
     weakref.finalize(step, shutil.rmtree, folder, ignore_errors=True)
     return step
@@ -96,14 +101,13 @@ def write(compilation: Compilation, folder: Path) -> None:
     """Write a compilation as an artefact that `moec.load` reads."""
     assert compilation.program is not None
     model = compilation.model
-    unreached = weights_without_gradient(compilation)
     write_artifact(
         folder,
         program=compilation.program,
         plan=compilation.plan,
         log=compilation.log,
         stages=compilation.stages,
-        state_map=StateMap.of(model, unreached, compilation.view),
+        state_map=StateMap.of(model, compilation.unreached, compilation.view),
         device=str(_device(model)),
         derived_buffers=derived_buffers(model),
     )
@@ -196,18 +200,15 @@ def _device(model: nn.Module) -> torch.device:
     return next(iter(found), torch.device("cpu"))
 
 
-def weights_without_gradient(compilation: Compilation) -> list[str]:
-    """Trainable parameters that no gradient reaches by the model's own design; the optimizer leaves them alone."""
-    joint = compilation.outer.joint if compilation.outer is not None else None
-    assert joint is not None
-    reached = {joint.unit.signature.inputs[index].name for index in joint.grads}
-    for section in compilation.sections:
-        own = section.parts.joint
+def _unreached(result: Compilation, program: JointProgram) -> list[str]:
+    outer = program.outer
+    reached = {outer.unit.signature.inputs[index].name for index in outer.grads}
+    for template in program.templates.values():
+        own = program.joints[template.unit.name]
         names = {own.unit.signature.inputs[index].name for index in own.grads}
-        lost = set(section.template.weight_names) - names
-        reached -= {f"{path}.{name}" for path in section.template.paths for name in lost}
-    tied = compilation.captured.tied
-    wanted = [n for n, p in compilation.model.named_parameters(remove_duplicate=False) if p.requires_grad]
+        reached -= {f"{path}.{name}" for path in template.paths for name in set(template.weight_names) - names}
+    tied = result.captured.tied
+    wanted = [n for n, p in result.model.named_parameters(remove_duplicate=False) if p.requires_grad]
     return [
         name for name in wanted if name not in tied and name not in reached and not _alias_reached(name, tied, reached)
     ]
@@ -273,8 +274,11 @@ def _differentiate_and_place(result: Compilation) -> None:
         outer = _differentiated(captured.program.outer, plan)
         _by_path_only(outer)
         count([outer.graph])
-    graphs = {name: joint.graph for name, joint in joints.items()} | {OUTER: outer.graph}
-    result.stages["joint"] = StageGraphs("joint", {name: graph_text(graph) for name, graph in graphs.items()})
+    program = JointProgram(captured.templates, joints, outer, shared_weights(captured))
+    result.unreached = _unreached(result, program)
+    result.stages["joint"] = _joint_graphs("joint", program)
+    if plan.mesh.world > 1:
+        _shard(result, program)
     with _timed(log, "placed") as count:
         for template in captured.templates.values():
             parts = _partitioned(joints[template.unit.name], plan, recompute=template.name in recomputed)
@@ -290,6 +294,15 @@ def _differentiate_and_place(result: Compilation) -> None:
                 for op, text in lower(graph).items():
                     add_choice(log.lowering, op, text)
     result.stages["lowered"] = _placed_graphs("lowered", everything)
+
+
+def _shard(result: Compilation, program: JointProgram) -> None:
+    with _timed(result.log, "sharded") as count:
+        context = PassContext(plan=result.plan)
+        result.log.records += run_placement(SHARDING_PASSES, program, context)
+        result.buckets = program.buckets
+        count(graph for _, graph in program.graphs())
+    result.stages["sharded"] = _joint_graphs("sharded", program)
 
 
 def _differentiated(unit: Unit, plan: Plan) -> Joint:
@@ -359,6 +372,10 @@ def _unit_graphs(stage: str, captured: Capture) -> StageGraphs:
             for unit in captured.program.units.values()
         },
     )
+
+
+def _joint_graphs(stage: str, program: JointProgram) -> StageGraphs:
+    return StageGraphs(stage, {name: graph_text(graph) for name, graph in program.graphs()})
 
 
 def _placed_graphs(stage: str, everything: list[tuple[str, Partitioned]]) -> StageGraphs:

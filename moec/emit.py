@@ -11,7 +11,7 @@ from moec.artifact import BUFFERS, FINGERPRINT, GRAPHS, WEIGHTS
 from moec.compiler.errors import ArtifactError
 from moec.compiler.log import PassLog
 from moec.compiler.plan import Plan
-from moec.driver import build, weights_without_gradient, write
+from moec.driver import build, write
 from moec.runtime import StepState, export_weights
 from moec.runtime.program import CONSTANTS
 
@@ -26,7 +26,7 @@ def emit(model: nn.Module, plan: Plan, out: Path, *, with_weights: bool = False)
     _remove_old(out)
     write(compilation, out)
     if with_weights:
-        state = StepState.from_module(model, without_gradient=weights_without_gradient(compilation))
+        state = StepState.from_module(model, without_gradient=compilation.unreached)
         export_weights(state, out / WEIGHTS)
     return compilation.log
 

@@ -7,10 +7,12 @@ attention: the larger form comes first.
 from __future__ import annotations
 
 from moec.compiler.pass_manager import Pass
+from moec.compiler.placement import PlacementPass
 from moec.passes.fuse_attention_gate import FuseAttentionGate
 from moec.passes.fuse_dsa import FuseDsa
 from moec.passes.fuse_kda import FuseKda
 from moec.passes.normalize import Normalize
+from moec.passes.prefetch_gathers import PrefetchGathers
 from moec.passes.recognize_attention import RecognizeAttention
 from moec.passes.recognize_conv import RecognizeConv
 from moec.passes.recognize_depth_mix import RecognizeDepthMix
@@ -19,6 +21,7 @@ from moec.passes.recognize_loss import RecognizeLoss
 from moec.passes.recognize_mlp import RecognizeMlp
 from moec.passes.recognize_norm import RecognizeNorm
 from moec.passes.recognize_route import RecognizeRoute
+from moec.passes.shard_parameters import ShardParameters
 
 SEMANTIC_PASSES: tuple[Pass, ...] = (
     Normalize(),
@@ -34,3 +37,6 @@ SEMANTIC_PASSES: tuple[Pass, ...] = (
     FuseAttentionGate(),
     FuseKda(),
 )
+
+SHARDING_PASSES: tuple[PlacementPass, ...] = (ShardParameters(), PrefetchGathers())
+"""For plans of more than one rank, on the differentiated program."""

@@ -15,7 +15,7 @@ from moec.compiler.errors import CaptureError, PassError, PlanError, Unsupported
 from moec.compiler.graph import Unit
 from moec.compiler.pass_manager import Pass, PassContext, Report
 from moec.compiler.plan import OptimizerPlan, Plan
-from moec.driver import build, weights_without_gradient
+from moec.driver import build
 
 from ..spine import (
     PLAN,
@@ -129,7 +129,7 @@ def test_half_precision_weights_have_masters() -> None:
 
 def test_weights_without_gradient_are_found() -> None:
     model = seeded(Language, Odd(), Odd(), tied=True)
-    found = weights_without_gradient(build(model, PLAN))
+    found = build(model, PLAN).unreached
     assert sorted(found) == sorted(
         f"layers.{i}.{n}" for i in range(2) for n in ("silent.weight", "silent.bias", "idle")
     )
@@ -228,7 +228,7 @@ def test_results_that_no_loss_depends_on_are_in_the_log() -> None:
     found = build(seeded(Model, Branching(), Branching(), Branching()), PLAN)
     assert found.log.notes == ["no loss depends on result1 of layers.0, layers.1: no gradient flows from there"]
     assert list(found.captured.templates) == ["layer", "layer_without_result1"]
-    assert sorted(weights_without_gradient(found)) == sorted(
+    assert sorted(found.unreached) == sorted(
         f"layers.{index}.aux.{name}" for index in (0, 1) for name in ("weight", "bias")
     )
 
