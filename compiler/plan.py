@@ -90,7 +90,12 @@ class Plan:
         for name in ("batch", "length", "accumulation", "loss_chunk", "min_length"):
             value = getattr(self, name)
             _require(value >= 1, name, f"is {value}", "it is at least 1")
-        _require(self.image_tokens >= 0, "image_tokens", f"is {self.image_tokens}", "it is at least 0")
+        _require(
+            0 <= self.image_tokens <= self.batch * self.length,
+            "image_tokens",
+            f"is {self.image_tokens}",
+            f"it is 0 to batch x length, {self.batch * self.length}: each is a token of the microbatch",
+        )
         if self.dynamic == "length":
             _require(
                 2 <= self.min_length < self.length,

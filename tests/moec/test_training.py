@@ -105,6 +105,31 @@ def test_another_seed_gives_other_bits(straight: Path, text: Path, tmp_path: Pat
     assert not same_bits(tmp_path / "run", straight)
 
 
+def test_the_seed_orders_the_documents(straight: Path, text: Path, tmp_path: Path) -> None:
+    """From the same weights, so that nothing but the data can tell two seeds apart."""
+    start = ["--weights", str(straight / "weights.safetensors")]
+    found = []
+    for seed in (0, 1):
+        assert train(text, tmp_path / str(seed), 2, "--seed", str(seed), *start).exit_code == 0
+        found.append(losses(tmp_path / str(seed)))
+    assert found[0] != found[1]
+    artifact = ["--weights", straight / "weights.safetensors", "--data", text, "--pattern", "*.txt", "--steps", "2"]
+    result = run("run", tmp_path / "0" / "artifact", *artifact, "--seed", "1", "--out", tmp_path / "again")
+    assert result.exit_code == 0, result.output
+    assert losses(tmp_path / "again") == found[1]
+    result = train(text, tmp_path / "1", 3, "--resume")
+    assert result.exit_code == 2
+    assert "seed was 1, now it is 0" in said(result)
+
+
+def test_text_has_no_image_features(text: Path, tmp_path: Path) -> None:
+    result = run(
+        *("train", "k3-tiny", "--data", text, "--steps", "1", "--out", tmp_path / "run"), "--set", "image_tokens=2"
+    )
+    assert result.exit_code == 2
+    assert "text files hold no image features" in said(result)
+
+
 def test_a_run_starts_from_given_weights(straight: Path, text: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     assert train(text, out, 1, "--weights", str(straight / "weights.safetensors")).exit_code == 0
