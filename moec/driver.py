@@ -28,7 +28,6 @@ from moec.artifact import StateMap, derived_buffers, write_artifact
 from moec.codegen.program import OBJECTIVE, ProgramText, Section, write_program
 from moec.codegen.update import header_text, update_text
 from moec.compiler.capture import Capture, capture
-from moec.compiler.cost import graph_cost
 from moec.compiler.differentiate import Joint, differentiate
 from moec.compiler.errors import PlanError, UnsupportedModelError
 from moec.compiler.graph import OUTER, Unit
@@ -149,7 +148,7 @@ def run_passes(captured: Capture, plan: Plan, log: PassLog, after_pass: AfterPas
         if after_pass is not None:
             after_pass(step, unit)
 
-    pipeline = Pipeline(passes, cost=graph_cost, after_pass=after)
+    pipeline = Pipeline(passes, after_pass=after)
     pipeline.validate()
     log.records += pipeline.run(captured.program, PassContext(plan=plan))
 
