@@ -27,6 +27,7 @@ import moec.codegen.triton  # noqa: F401  registers the kernels
 from moec.artifact import StateMap, derived_buffers, write_artifact
 from moec.codegen.program import OBJECTIVE, ProgramText, Section, write_program
 from moec.codegen.update import header_text, update_text
+from moec.compiler.autocast import refuse_autocast_around
 from moec.compiler.capture import Capture, capture
 from moec.compiler.differentiate import Joint, differentiate
 from moec.compiler.errors import PlanError, UnsupportedModelError
@@ -114,6 +115,7 @@ def build(model: nn.Module, plan: Plan, after_pass: AfterPass | None = None) -> 
         raise UnsupportedModelError(
             "the model is in evaluation mode", why="a training step is compiled", hint="call model.train() first"
         )
+    refuse_autocast_around("moec.compile", _device(model))
     with _COMPILING, torch.inference_mode(False), torch.enable_grad():
         return _build(model, plan, after_pass)
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moec.compiler.autocast import refuse_autocast_around
 from moec.compiler.errors import NonFiniteError
 from moec.compiler.plan import Plan
 from moec.runtime.batch import IGNORED, BatchRules
@@ -59,6 +60,7 @@ class TrainStep:
         if isinstance(batch, Tensor):
             given = {"input_ids": batch, "labels": labels, "document_ids": document_ids}
             batch = {name: value for name, value in given.items() if value is not None}
+        refuse_autocast_around("the step", self.program.DEVICE)
         checked = self._rules.checked(batch)
         valid = int((checked["labels"][..., 1:] != IGNORED).sum())
         if valid == 0:
@@ -121,6 +123,7 @@ class TrainStep:
                 self.state.buffers[path].copy_(value)
 
     def _prepared(self, batch: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+        refuse_autocast_around("the step", self.program.DEVICE)
         self.state.follow_weights()
         checked = self._rules.checked(batch)
         return self._microbatches(checked, int((checked["labels"][..., 1:] != IGNORED).sum()))
