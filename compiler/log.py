@@ -205,7 +205,7 @@ def _in(unit: str) -> Callable[[float], str]:
 _PREFIXES = (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3), ("", 1.0), ("m", 1e-3), ("u", 1e-6))
 _COSTS = (
     CostColumn("time", "seconds", _in("s")),
-    CostColumn("FLOPs", "flops", _in("FLOP")),
+    CostColumn("arithmetic", "flops", _in("FLOP")),
     CostColumn("HBM", "hbm_bytes", _in("B")),
     CostColumn("launches", "launches", lambda count: f"{count:,}"),
 )

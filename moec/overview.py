@@ -80,7 +80,7 @@ def pass_report(folder: Path, name: str) -> Iterator[Any]:
         )
         columns = cost_columns([record.cost_before, record.cost_after])
         estimates = (f"{column.title} {column.text(record.cost_before, record.cost_after)}" for column in columns)
-        yield f"  estimates for one {hardware().name}: {', '.join(estimates)}"
+        yield f"  on one {hardware().name}: {', '.join(estimates)}"
         yield from (f"  [green]matched[/green] {m.what} at {m.path or '(top)'}" for m in record.matches)
         yield from (
             f"  [yellow]nearly[/yellow] {m.what} at {m.path or '(top)'}: {m.reason}" for m in record.near_misses
