@@ -130,6 +130,12 @@ class Plan:
         """Nested plain values, all fields, in declared order."""
         return _plain(dataclasses.asdict(self))
 
+    def with_schedule_of(self, other: Plan) -> Self:
+        """This plan with the learning rate and its schedule of another: inputs of a step, not a part of its program."""
+        names = ("lr", "schedule", "warmup_steps", "total_steps", "min_lr_ratio")
+        taken = {name: getattr(other.optimizer, name) for name in names}
+        return dataclasses.replace(self, optimizer=dataclasses.replace(self.optimizer, **taken))
+
     def to_yaml(self) -> str:
         """YAML text that `from_yaml` reads back to an equal plan."""
         return yaml.safe_dump(self.to_dict(), sort_keys=False)

@@ -87,7 +87,7 @@ def compile(model: nn.Module, plan: Plan | None = None) -> CompiledStep:
     folder = Path(tempfile.mkdtemp(prefix="moec-step-"))
     write(compilation, folder)
     state = StepState.from_module(model, without_gradient=weights_without_gradient(compilation))
-    step = CompiledStep.of(load_program(folder), state, folder, compilation.log)
+    step = CompiledStep.of(load_program(folder), state, folder, compilation.log, plan)
     weakref.finalize(step, shutil.rmtree, folder, ignore_errors=True)
     return step
 

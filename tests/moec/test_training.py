@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -149,6 +150,43 @@ def test_resuming_with_another_plan_names_the_field(straight: Path, text: Path) 
     result = train(text, straight, 8, "--resume", "--set", "batch=4")
     assert result.exit_code == 2
     assert "plan.batch differs" in said(result)
+
+
+@pytest.fixture
+def stopped(straight: Path, tmp_path: Path) -> Path:
+    """A copy of the run of six steps, to go on from."""
+    return Path(shutil.copytree(straight, tmp_path / "stopped"))
+
+
+def test_a_resumed_run_takes_another_learning_rate_and_says_so(
+    stopped: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moec.compile", None, raising=False)
+    result = train(text, stopped, 7, "--resume", "--set", "optimizer.lr=0.5")
+    assert result.exit_code == 0, result.output
+    assert "plan.optimizer.lr was 0.01, now it is 0.5" in said(result)
+    assert "steps was 6, now it is 7" in said(result)
+    assert json.loads((stopped / "metrics.jsonl").read_text().splitlines()[-1])["lr"] == 0.5
+    changed = json.loads((stopped / "resumes.jsonl").read_text())["changed"]
+    assert changed == {"plan.optimizer.lr": [0.01, 0.5], "steps": [6, 7]}
+
+
+def test_what_the_program_was_written_for_is_compiled_again(stopped: Path, text: Path) -> None:
+    result = train(text, stopped, 7, "--resume", "--set", "optimizer.clip_norm=0.5", "--set", "recompute=['*']")
+    assert result.exit_code == 0, result.output
+    assert "compiling again: plan.optimizer.clip_norm differs" in said(result)
+    assert "max_norm=0.5" in (stopped / "artifact" / "step.py").read_text()
+    assert "plan.recompute was []" in said(result)
+    assert len(losses(stopped)) == 7
+
+
+def test_an_edited_program_is_resumed_and_noted(stopped: Path, text: Path) -> None:
+    program = stopped / "artifact" / "step.py"
+    program.write_text(program.read_text() + "\n# read me\n")
+    result = train(text, stopped, 7, "--resume")
+    assert result.exit_code == 0, result.output
+    assert "program was" in said(result)
+    assert program.read_text().endswith("# read me\n")
 
 
 def test_nothing_to_resume_is_an_error(text: Path, tmp_path: Path) -> None:
