@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch._C import _set_grad_enabled as set_grad_enabled_op
 from torch._C import parse_schema
 from torch._dispatch.python import enable_python_dispatcher
@@ -42,6 +43,7 @@ __all__ = [
     "TorchDispatchMode",
     "aot_autograd",
     "aot_export_joint_with_descriptors",
+    "autocast_is_enabled",
     "default_partition",
     "enable_python_dispatcher",
     "make_fx",
@@ -50,3 +52,8 @@ __all__ = [
     "set_grad_enabled_op",
     "unset_fake_temporarily",
 ]
+
+
+def autocast_is_enabled(context: torch.autocast) -> bool:
+    """Whether entering a `torch.autocast` turns it on; one for a device that is not there does not."""
+    return bool(context._enabled)

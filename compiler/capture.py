@@ -21,10 +21,12 @@ from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind as ExportKind
 
-from moec.compiler._torch_compat import pytree
+from moec.compiler._torch_compat import FakeTensor, pytree
 from moec.compiler.ambient import ambient_scope, current
+from moec.compiler.autocast import AUTOCAST_HINT, AutocastInModel, refuse_autocast_inside
 from moec.compiler.errors import CaptureError
 from moec.compiler.fake import fake_like, fake_mode_of, fake_weights
+from moec.compiler.grad_modes import inline_grad_modes
 from moec.compiler.graph import OUTER, InputValue, OutputValue, Program, Signature, Unit, source_line
 from moec.compiler.naming import template_names
 from moec.compiler.pass_manager import NearMiss
@@ -68,6 +70,7 @@ def capture(view: TrainingView, plan: Plan, inputs: dict[str, Tensor]) -> Captur
         )
     mode = fake_mode_of(module)
     with ExitStack() as stack:
+        stack.enter_context(refuse_autocast_inside())
         stack.enter_context(view.prepare())
         stack.enter_context(fake_weights(module, mode))
         fakes = {name: fake_like(value, mode) for name, value in inputs.items()}
@@ -281,6 +284,8 @@ def _capture_error(what: str, error: Exception, root: nn.Module) -> CaptureError
             "make it an op (torch.library.custom_op with register_autograd), or write it in plain operations; "
             'torch.compile(backend="moec") takes it as it is'
         )
+    elif isinstance(error, AutocastInModel):
+        hint = AUTOCAST_HINT
     elif data_dependent:
         hint = (
             "its control flow or a size depends on the data: replace the loop or `.tolist()` by an op with fixed "
@@ -335,14 +340,23 @@ def _unit(
             _inline_constant(graph_module, node, exported.constants[str(spec.target)])
     count = len(graph_module.graph.output_node().args[0])  # type: ignore[arg-type]
     outputs = tuple(OutputValue("result", key) for key in output_names or [f"result{i}" for i in range(count)])
+    unit = Unit(name, graph_module, Signature(tuple(inputs), outputs))
+    inline_grad_modes(graph_module, [node for node, value in unit.placeholders() if value.requires_grad])
     for node in graph_module.graph.nodes:
         _set_path(node, prefix.removesuffix("."))
     graph_module.graph.eliminate_dead_code()
     graph_module.recompile()
-    return Unit(name, graph_module, Signature(tuple(inputs), outputs))
+    return unit
 
 
 def _inline_constant(module: fx.GraphModule, node: fx.Node, value: Any) -> None:
+    if isinstance(value, FakeTensor):
+        raise CaptureError(
+            "the forward uses a tensor that the trace has no values of",
+            where=", ".join({source_line(user): None for user in node.users}),
+            why="`.data` of a parameter or buffer, or a tensor that an earlier forward stored on the model",
+            hint="write x.detach() instead of x.data, and keep tensors in parameters and buffers",
+        )
     target = f"constant_{node.name}"
     setattr(module, target, value)
     with module.graph.inserting_after(node):

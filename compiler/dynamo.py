@@ -30,7 +30,8 @@ from moec.compiler._torch_compat import (
     pytree,
     set_grad_enabled_op,
 )
-from moec.compiler.graph import InputKind, InputValue, OutputValue, Signature, Unit, source_line, tensor_meta
+from moec.compiler.grad_modes import detach_at_border
+from moec.compiler.graph import InputKind, InputValue, OutputValue, Signature, Unit, source_line
 
 
 def dynamo_units(dynamo: fx.GraphModule, name: str, notes: list[str]) -> list[Unit]:
@@ -224,16 +225,7 @@ def _detach_no_grad(graph: fx.Graph) -> None:
             inside[node] = None
     if any(_writes_outside(node, inside) for node in inside):
         return
-    for node in inside:
-        value = tensor_meta(node)
-        outside = [user for user in node.users if user not in inside]
-        if value is None or not value.is_floating_point() or not outside:
-            continue
-        with graph.inserting_after(node):
-            detached = graph.call_function(torch.ops.aten.detach.default, (node,))
-        detached.meta = {**node.meta, "val": value.detach()}
-        for user in outside:
-            user.replace_input_with(node, detached)
+    detach_at_border(graph, inside)
     for node in switches:
         graph.erase_node(node)
 

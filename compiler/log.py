@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from moec.compiler.cost import Cost
 from moec.compiler.errors import ArtifactError
+from moec.compiler.hardware import hardware
 from moec.compiler.partition import Placement
 from moec.compiler.pass_manager import Change, NearMiss, PassRecord
 
@@ -56,6 +58,15 @@ class PassLog:
         busy = {record.name for record in self.records if record.matches}
         return [name for name in names if name not in busy]
 
+    def estimates(self) -> dict[str, tuple[Cost, Cost]]:
+        """Per pass, in order: the cost of one forward run of all layers before it and after it."""
+        found: dict[str, tuple[Cost, Cost]] = {}
+        for record in self.records:
+            before, after = found.get(record.name, (Cost(), Cost()))
+            layers = len(record.instances)
+            found[record.name] = before + record.cost_before * layers, after + record.cost_after * layers
+        return found
+
     def __str__(self) -> str:
         console = Console(width=120, record=True, file=io.StringIO())
         for part in self.renderables():
@@ -67,6 +78,8 @@ class PassLog:
         yield from (f"[dim]note[/dim] {escape(note)}" for note in self.notes)
         yield from (f"[dim]not a template[/dim] {escape(f'{m.path}: {m.reason}')}" for m in self.near_misses)
         yield self._pass_table()
+        if self.records:
+            yield self._cost_table()
         idle = self.idle_passes()
         if idle:
             yield f"[dim]matched nothing in any unit[/dim] {', '.join(idle)}"
@@ -106,6 +119,7 @@ class PassLog:
                 entry["instances"] = tuple(entry["instances"])
                 entry["matches"] = tuple(Change(**match) for match in entry["matches"])
                 entry["near_misses"] = tuple(NearMiss(**miss) for miss in entry["near_misses"])
+                entry |= {name: Cost(**entry[name]) for name in ("cost_before", "cost_after")}
                 self.records.append(PassRecord(**entry))
             case "placement":
                 self.placements.setdefault(entry.pop("unit"), []).append(Placement(**entry))
@@ -118,7 +132,7 @@ class PassLog:
 
     def _pass_table(self) -> Table:
         table = Table(title="passes", title_justify="left", pad_edge=False)
-        for name in ("pass", "unit", "layers", "matched", "nearly", "nodes", "GFLOP", "ms"):
+        for name in ("pass", "unit", "layers", "matched", "nearly", "nodes", "ms"):
             table.add_column(name, justify="left" if name in ("pass", "unit", "matched") else "right")
         for record in self.records:
             if not record.matches and not record.near_misses and not record.warning:
@@ -130,9 +144,22 @@ class PassLog:
                 escape(_summary([match.what for match in record.matches])),
                 str(len(record.near_misses) or ""),
                 f"{record.nodes_before}->{record.nodes_after}",
-                f"{record.cost_after.get('flops', 0) / 1e9:.3g}",
                 f"{1e3 * record.seconds:.0f}",
             )
+        return table
+
+    def _cost_table(self) -> Table:
+        estimates = self.estimates()
+        shown = cost_columns([cost for pair in estimates.values() for cost in pair])
+        title = f"estimates for one {hardware().name}: one forward run of all layers"
+        table = Table(title=title, title_justify="left", pad_edge=False)
+        table.add_column("after pass")
+        for column in shown:
+            table.add_column(column.title, justify="right")
+        states = [("(none)", before) for before, _ in list(estimates.values())[:1]]
+        states += [(name, after) for name, (before, after) in estimates.items() if before != after]
+        for name, cost in states:
+            table.add_row(name, *(column.text(cost, cost) for column in shown))
         return table
 
     def _stage_table(self) -> Table:
@@ -143,6 +170,49 @@ class PassLog:
             table.add_row(stage.stage, str(stage.nodes or ""), f"{stage.seconds:.2f}")
         table.add_row("total", "", f"{sum(stage.seconds for stage in self.stages):.2f}")
         return table
+
+
+@dataclass(frozen=True)
+class CostColumn:
+    """A field of `Cost` as people read it."""
+
+    title: str
+    field: str
+    text_of: Callable[[float], str]
+
+    def text(self, before: Cost, after: Cost) -> str:
+        """'12 ms -> 9 ms', or the one value where nothing changed."""
+        one, two = (self.text_of(getattr(cost, self.field)) for cost in (before, after))
+        return one if one == two else f"{one} -> {two}"
+
+
+def cost_columns(costs: Sequence[Cost]) -> list[CostColumn]:
+    """What to show of some costs: bytes over a link only where there are any."""
+    links = [column for column in _LINKS if any(getattr(cost, column.field) for cost in costs)]
+    return [*_COSTS, *links]
+
+
+def _in(unit: str) -> Callable[[float], str]:
+    """Three digits with the prefix that fits: 0.0102 -> '10.2 ms'."""
+
+    def text(value: float) -> str:
+        prefix, scale = next((pair for pair in _PREFIXES if abs(value) >= pair[1]), ("", 1.0))
+        return f"{value / scale:.3g} {prefix}{unit}"
+
+    return text
+
+
+_PREFIXES = (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3), ("", 1.0), ("m", 1e-3), ("u", 1e-6))
+_COSTS = (
+    CostColumn("time", "seconds", _in("s")),
+    CostColumn("arithmetic", "flops", _in("FLOP")),
+    CostColumn("HBM", "hbm_bytes", _in("B")),
+    CostColumn("launches", "launches", lambda count: f"{count:,}"),
+)
+_LINKS = (
+    CostColumn("host link", "host_bytes", _in("B")),
+    CostColumn("network", "network_bytes", _in("B")),
+)
 
 
 def _summary(items: Sequence[str]) -> str:

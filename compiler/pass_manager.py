@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 from torch import fx
 
+from moec.compiler.cost import Cost, graph_cost
 from moec.compiler.errors import PassError
 from moec.compiler.graph import Program, Unit, module_path, op_histogram
 
@@ -88,7 +89,10 @@ class Pass(Contract):
 
 @dataclass(frozen=True)
 class PassRecord:
-    """One line of the log: one pass on one unit."""
+    """One line of the log: one pass on one unit.
+
+    instances: the layers that share the unit. cost_before, cost_after: of one run of its graph, in forward direction.
+    """
 
     name: str
     stage: str
@@ -101,8 +105,8 @@ class PassRecord:
     nodes_after: int
     added: dict[str, int]
     removed: dict[str, int]
-    cost_before: dict[str, float]
-    cost_after: dict[str, float]
+    cost_before: Cost
+    cost_after: Cost
     warning: str = ""
 
 
@@ -111,7 +115,7 @@ class Pipeline:
     """Passes in order. `after_pass(pass, unit)` runs after each one (spec check, per-pass verification, snapshots)."""
 
     passes: Sequence[Pass]
-    cost: Callable[[fx.Graph], dict[str, float]] = field(default=lambda graph: {})
+    cost: Callable[[fx.Graph], Cost] = graph_cost
     after_pass: Callable[[Pass, Unit], None] | None = None
 
     def validate(self, given: Sequence[str] = ()) -> None:
@@ -149,7 +153,7 @@ class Pipeline:
                 costs[unit.name] = records[-1].cost_after
         return records
 
-    def _run_one(self, step: Pass, unit: Unit, context: PassContext, cost_before: dict[str, float]) -> PassRecord:
+    def _run_one(self, step: Pass, unit: Unit, context: PassContext, cost_before: Cost) -> PassRecord:
         before = op_histogram(unit.graph)
         nodes_before = len(unit.graph.nodes)
         started = time.perf_counter()

@@ -15,12 +15,12 @@ import torch
 from torch import fx
 
 from moec.compiler.capture import Capture
+from moec.compiler.cost import Cost, graph_cost
 from moec.compiler.differentiate import Joint
 from moec.compiler.graph import OUTER, op_histogram
 from moec.compiler.layout import BucketInstance
 from moec.compiler.pass_manager import Contract, PassContext, PassRecord, Report
 from moec.compiler.template import Template
-from moec.compiler.wire import collectives
 
 
 @dataclass
@@ -63,7 +63,7 @@ def run_placement(
 ) -> list[PassRecord]:
     """Run the passes in order; one record each, over all units together."""
     records = []
-    given = _given(program)
+    now = _cost(program)
     for step in passes:
         before, nodes_before = _histogram(program), _nodes(program)
         started = time.perf_counter()
@@ -74,7 +74,7 @@ def run_placement(
         if after_pass is not None:
             after_pass(step, program)
         after = _histogram(program)
-        given_before, given = given, _given(program)
+        before_cost, now = now, _cost(program)
         records.append(
             PassRecord(
                 name=step.name,
@@ -88,8 +88,8 @@ def run_placement(
                 nodes_after=_nodes(program),
                 added={op: n - before.get(op, 0) for op, n in after.items() if n > before.get(op, 0)},
                 removed={op: n - after.get(op, 0) for op, n in before.items() if n > after.get(op, 0)},
-                cost_before=given_before,
-                cost_after=given,
+                cost_before=before_cost,
+                cost_after=now,
             )
         )
     return records
@@ -120,6 +120,9 @@ def _nodes(program: JointProgram) -> int:
     return sum(len(graph.nodes) for _, graph in program.graphs())
 
 
-def _given(program: JointProgram) -> dict[str, float]:
-    """Bytes that one rank gives to the collectives of the outer program."""
-    return {"collective_bytes": float(sum(found.nbytes for found in collectives(program.outer.graph)))}
+def _cost(program: JointProgram) -> Cost:
+    """Of one run of every unit: a layer's cost counts once, however often it is called."""
+    total = Cost()
+    for _, graph in program.graphs():
+        total += graph_cost(graph)
+    return total

@@ -131,7 +131,12 @@ class Plan:
         for name in ("batch", "length", "accumulation", "loss_chunk", "min_length"):
             value = getattr(self, name)
             _require(value >= 1, name, f"is {value}", "it is at least 1")
-        _require(self.image_tokens >= 0, "image_tokens", f"is {self.image_tokens}", "it is at least 0")
+        _require(
+            0 <= self.image_tokens <= self.batch * self.length,
+            "image_tokens",
+            f"is {self.image_tokens}",
+            f"it is 0 to batch x length, {self.batch * self.length}: each is a token of the microbatch",
+        )
         if self.dynamic == "length":
             _require(
                 2 <= self.min_length < self.length,
@@ -165,6 +170,12 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """Nested plain values, all fields, in declared order."""
         return _plain(dataclasses.asdict(self))
+
+    def with_schedule_of(self, other: Plan) -> Self:
+        """This plan with the learning rate and its schedule of another: inputs of a step, not a part of its program."""
+        names = ("lr", "schedule", "warmup_steps", "total_steps", "min_lr_ratio")
+        taken = {name: getattr(other.optimizer, name) for name in names}
+        return dataclasses.replace(self, optimizer=dataclasses.replace(self.optimizer, **taken))
 
     def to_yaml(self) -> str:
         """YAML text that `from_yaml` reads back to an equal plan."""

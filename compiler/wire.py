@@ -1,11 +1,15 @@
-"""The collectives of a program: which, in which group, how many bytes, in which order.
+"""What collectives move: a table from op to bytes, and the list of a graph's collectives.
 
-bytes on the wire, sent by one rank of n:   all-gather (n-1) * local   reduce-scatter (n-1) * local
-                                            All-to-All (n-1)/n * local   all-reduce 2 (n-1)/n * local
+    bytes that one rank of n receives:   all-gather (n-1) * local      reduce-scatter (n-1) * local
+                                         All-to-All (n-1)/n * local    all-reduce 2 (n-1)/n * local
+
+"local" is one rank's part: what it gives to a gather, an All-to-All or an all-reduce, and gets from a reduction.
+The rows of an exchange count as if every expert had the same number.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,65 +17,68 @@ from typing import Any
 import torch
 from torch import fx
 
-from moec.compiler.dialect.registry import nbytes, size_hint
+from moec.compiler.collectives import group_of
+from moec.compiler.dialect.registry import size_hint
+from moec.compiler.plan import MeshPlan
 
-c10d = torch.ops._c10d_functional
+c10d, moec = torch.ops._c10d_functional, torch.ops.moec
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective: the op's name, its group's role, one rank's part, and the bucket it serves, "" for none.
+    """One collective of a program.
 
-    numel: elements of one rank's part (what it gives to a gather, what it gets from a reduction).
+    kind: "all_gather", "reduce_scatter", "all_to_all", "all_reduce". role: of its group. numel: of one rank's part.
+    bucket: what it serves, "" for none.
     """
 
-    op: str
+    kind: str
     role: str
     dtype: str
     numel: int
-    nbytes: int
-    bucket: str
+    itemsize: int
+    bucket: str = ""
+
+    def wire_bytes(self, mesh: MeshPlan) -> float:
+        """Bytes that one rank receives."""
+        ranks = len(group_of(mesh, self.role, 0))
+        return _WIRE[self.kind](ranks) * self.numel * self.itemsize
 
 
 def collectives(graph: fx.Graph) -> Iterator[Collective]:
-    """The collectives of one graph, in order."""
+    """The collectives of one graph, in order, those inside of exchanges included."""
     for node in graph.nodes:
         rule = _RULES.get(node.target)
         if rule is not None:
-            part = rule.part(node)
-            value = part.meta["val"]
-            numel = 1
-            for size in value.shape:
-                numel *= size_hint(size)
+            value = rule.part(node).meta["val"]
+            numel = rule.numel(node) if rule.numel else math.prod(size_hint(size) for size in value.shape)
+            role = str(node.args[rule.role])
             dtype = str(value.dtype).removeprefix("torch.")
-            yield Collective(rule.name, rule.role(node), dtype, numel, nbytes(value), str(node.meta.get("bucket", "")))
-
-
-def wire_bytes(collective: Collective, ranks: int) -> float:
-    """Bytes that one rank sends in a group of `ranks`, by a ring (or directly, for All-to-All)."""
-    return _WIRE[collective.op](ranks) * collective.nbytes
+            bucket = str(node.meta.get("bucket", ""))
+            yield Collective(rule.kind, role, dtype, numel, value.dtype.itemsize, bucket)
 
 
 @dataclass(frozen=True)
 class _Rule:
-    name: str
+    kind: str
+    role: int
     part: Callable[[fx.Node], fx.Node]
-    role: Callable[[fx.Node], str]
+    numel: Callable[[fx.Node], int] | None = None
 
 
 def _first(node: fx.Node) -> fx.Node:
     return node.args[0]  # type: ignore[return-value]
 
 
-def _last_argument(node: fx.Node) -> str:
-    return str(node.args[-1])
+def _self(node: fx.Node) -> fx.Node:
+    return node
 
 
 _RULES: dict[Any, _Rule] = {
-    c10d.all_gather_into_tensor.default: _Rule("all_gather", _first, _last_argument),
-    c10d.reduce_scatter_tensor.default: _Rule("reduce_scatter", lambda node: node, _last_argument),
-    c10d.all_to_all_single.default: _Rule("all_to_all", _first, _last_argument),
-    c10d.all_reduce.default: _Rule("all_reduce", _first, _last_argument),
+    c10d.all_gather_into_tensor.default: _Rule("all_gather", 2, _first),
+    c10d.reduce_scatter_tensor.default: _Rule("reduce_scatter", 3, _self),
+    c10d.all_to_all_single.default: _Rule("all_to_all", 3, _first),
+    c10d.all_reduce.default: _Rule("all_reduce", 2, _first),
 }
 
 _WIRE: dict[str, Callable[[int], float]] = {

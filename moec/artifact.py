@@ -4,7 +4,7 @@ step.py               the program
 plan.yaml             the plan it was compiled for
 log.jsonl             the pass log
 state_map.json        every weight and buffer: shape, dtype, trained or not, tied to what
-fingerprint.json      versions, plan and weights; compared field by field on load
+fingerprint.json      versions, device, plan and weights; compared field by field on load
 constants.safetensors tensors the program refers to; buffers.safetensors: buffers that the model computes itself
 graphs/STAGE/UNIT.txt the graphs of every stage
 """
@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+import moec
 from moec.codegen.program import ProgramText
 from moec.compiler.errors import ArtifactError
 from moec.compiler.fake import is_fake
@@ -79,7 +80,7 @@ class StateMap:
     def digest(self) -> str:
         """Changes when any path, shape, dtype, trained flag or tie does."""
         content = [self.weights, self.buffers, self.aliases]
-        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+        return digest(json.dumps(content, sort_keys=True))
 
 
 def write_artifact(
@@ -100,12 +101,11 @@ def write_artifact(
     log.write(folder / LOG)
     (folder / STATE_MAP).write_text(json.dumps(asdict(state_map), indent=1) + "\n")
     fingerprint = {
-        "format": FORMAT,
-        "torch": _minor(torch.__version__),
+        **_versions(),
         "device": device,
         "weights": state_map.digest(),
         "plan": plan.to_dict(),
-        "program": hashlib.sha256(program.text.encode()).hexdigest()[:16],
+        "program": digest(program.text),
     }
     _write_tensors(folder / CONSTANTS, program.constants)
     _write_tensors(folder / BUFFERS, derived_buffers)
@@ -114,6 +114,13 @@ def write_artifact(
     # Last, since nothing loads without it: an artefact that was cut off is not mistaken for a whole one.
     (folder / FINGERPRINT).write_text(json.dumps(fingerprint, indent=1) + "\n")
     return fingerprint
+
+
+def write_plan(folder: Path, plan: Plan) -> None:
+    """Make `plan` the one that an artefact says it is for."""
+    (folder / PLAN).write_text(plan.to_yaml())
+    fingerprint = read_json(folder, FINGERPRINT) | {"plan": plan.to_dict()}
+    (folder / FINGERPRINT).write_text(json.dumps(fingerprint, indent=1) + "\n")
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:
@@ -136,20 +143,29 @@ def read_stages(folder: Path) -> dict[str, StageGraphs]:
     return {name: found[name] for name in STAGES if name in found}
 
 
-def check_fingerprint(folder: Path, plan: Plan | None, state_map: StateMap | None) -> dict[str, Any]:
-    """The saved fingerprint, after comparing it with this torch and, where given, a plan and a model.
+def check_fingerprint(folder: Path, plan: Plan | None, model: nn.Module | None) -> None:
+    """Compare the saved fingerprint with these versions and this machine and, where given, with a plan and a model.
 
-    Raises ArtifactError naming the first field that differs.
+    Learning rate and schedule of the plan are not compared: the program takes the rate as an input. Raises
+    ArtifactError naming the first field that differs.
     """
     saved = read_json(folder, FINGERPRINT)
-    here: dict[str, Any] = {"format": FORMAT, "torch": _minor(torch.__version__)}
+    here: dict[str, Any] = {**_versions(), "device": _device_here(saved.get("device"), model)}
     if plan is not None:
-        here["plan"] = plan.to_dict()
+        here["plan"] = plan.with_schedule_of(Plan.from_yaml(folder / PLAN)).to_dict()
     for name, value in here.items():
         _compare(folder, name, saved.get(name), value)
-    if state_map is not None and saved["weights"] != state_map.digest():
-        raise _stale(folder, *_first_difference(StateMap(**read_json(folder, STATE_MAP)), state_map))
-    return saved
+    if model is None:
+        return
+    saved_map = StateMap(**read_json(folder, STATE_MAP))
+    state_map = saved_map.with_tensors_of(model)
+    if saved["weights"] != state_map.digest():
+        raise _stale(folder, *_first_difference(saved_map, state_map))
+
+
+def digest(text: str) -> str:
+    """A short hash, for comparing."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def derived_buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -200,6 +216,21 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     path.unlink(missing_ok=True)
     if tensors:
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
+
+
+def _versions() -> dict[str, Any]:
+    return {"format": FORMAT, "moec": moec.__version__, "torch": _minor(torch.__version__)}
+
+
+def _device_here(saved: Any, model: nn.Module | None) -> str:
+    """Where a step would run: on the model's device, without a model on the saved one if this machine has it."""
+    if model is not None:
+        return str(next((p.device for p in model.parameters() if not p.is_meta), saved))
+    try:
+        torch.empty(0, device=saved)
+    except (AssertionError, NotImplementedError, RuntimeError, TypeError):
+        return "a machine without it"
+    return str(saved)
 
 
 def _minor(version: str) -> str:

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, fx
 
 from moec.compiler._torch_compat import BoxedCodeGen, aot_autograd, default_partition
-from moec.compiler.cost import graph_cost
 from moec.compiler.dialect.registry import nbytes
 from moec.compiler.dynamo import dynamo_units, path_in, runnable
 from moec.compiler.errors import PlanError
@@ -128,7 +127,7 @@ def _run_passes(units: list[Unit], plan: Plan) -> list[PassRecord]:
         if plan.check:
             check_stage(unit, step)
 
-    pipeline = Pipeline(selected_passes(plan), cost=graph_cost, after_pass=after)
+    pipeline = Pipeline(selected_passes(plan), after_pass=after)
     pipeline.validate()
     return pipeline.run(Program({unit.name: unit for unit in units}), PassContext(plan=plan))
 

@@ -53,7 +53,8 @@ SetOption = Annotated[
     list[str], typer.Option("--set", help="field=value of the plan, dots for nested fields; repeatable.")
 ]
 DeviceOption = Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda where there is one.")]
-SeedOption = Annotated[int, typer.Option(help="Seed of the initial weights, and of random data.")]
+SeedOption = Annotated[int, typer.Option(help="Seed of the initial weights and of the data.")]
+OrderOption = Annotated[int, typer.Option("--seed", help="Seed of the order of documents.")]
 DataOption = Annotated[list[Path], typer.Option("--data", help="Text file or folder; repeatable.")]
 StepsOption = Annotated[int, typer.Option(help="Optimizer steps of the whole run.")]
 ResumeOption = Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in OUT.")]
@@ -179,7 +180,7 @@ def train(
 
     chosen, given = read_plan(plan, settings)
     model = build_target(target, dtype=_dtype(chosen), device=_device(device), seed=seed, weights=weights)
-    text = TextOptions(data, pattern, tokenizer)
+    text = TextOptions(data, pattern, tokenizer, seed)
     options = RunOptions(steps, out, resume, checkpoint_every, tensorboard)
     console = Console()
     _, summary = train_model(model, with_packing(chosen, given, model), text, options, console)
@@ -198,6 +199,7 @@ def run(
     tokenizer: TokenizerOption = None,
     pattern: PatternOption = [],  # noqa: B006
     tensorboard: BoardOption = False,
+    seed: OrderOption = 0,
 ) -> None:
     """Train an emitted step; needs neither the model's source nor a compilation."""
     import moec
@@ -205,7 +207,7 @@ def run(
     from moec.running import run as run_step
 
     step = moec.load(folder, weights=weights)
-    batches = open_text(TextOptions(data, pattern, tokenizer), step.plan, step.vocabulary)
+    batches = open_text(TextOptions(data, pattern, tokenizer, seed), step.plan, step.vocabulary)
     console = Console()
     summary = run_step(step, batches, RunOptions(steps, out, resume, checkpoint_every, tensorboard), console)
     _print_summary(console, summary, out)

@@ -25,6 +25,9 @@ STEPS = 120
 EAGER_STEPS = 20
 TARGET = 2.8
 """Nats per byte at the end; byte frequencies alone give about 3.2."""
+PAIRS_MARGIN = 0.1
+"""How far the loss must be below that of byte pairs, in nats: dead mixers stay 0.07 above it, working ones get 0.27
+below."""
 FIRST_BOUND = 1e-5
 """Largest difference of the two first losses, in nats: these are computed with equal weights."""
 CURVE_BOUND = 0.1
@@ -47,13 +50,21 @@ class Outcome:
         """Of the two curves, in nats."""
         return max(abs(a - b) for a, b in zip(self.compiled, self.eager, strict=False))
 
+    @property
+    def mixer_target(self) -> float:
+        """Nats per byte that no model reaches without mixers that work."""
+        return self.text.pairs_alone - PAIRS_MARGIN
+
     def failures(self) -> list[str]:
         """What missed its bound; empty when all is well."""
         found = []
         if not self.held_out < TARGET:
             found.append(f"the loss on held-out text is {self.held_out:.3f}, the target is {TARGET}")
-        if not self.held_out < self.text.pairs_alone:
-            found.append(f"the loss is not below that of byte pairs alone, {self.text.pairs_alone:.3f}")
+        if not self.held_out < self.mixer_target:
+            found.append(
+                f"the loss on held-out text is {self.held_out:.3f}, not below {self.mixer_target:.3f}: byte pairs "
+                f"alone give {self.text.pairs_alone:.3f}, so the mixers carry too little from earlier bytes"
+            )
         first = abs(self.compiled[0] - self.eager[0])
         if not first < FIRST_BOUND:
             found.append(f"the first compiled and eager losses differ by {first:.2e}, bound {FIRST_BOUND:g}")

@@ -27,8 +27,8 @@ import moec.codegen.triton  # noqa: F401  registers the kernels
 from moec.artifact import StateMap, derived_buffers, write_artifact
 from moec.codegen.program import OBJECTIVE, ProgramText, Section, write_program
 from moec.codegen.update import header_text, update_text
+from moec.compiler.autocast import refuse_autocast_around
 from moec.compiler.capture import Capture, capture
-from moec.compiler.cost import graph_cost
 from moec.compiler.differentiate import Joint, differentiate
 from moec.compiler.errors import PlanError, UnsupportedModelError
 from moec.compiler.graph import OUTER, Unit
@@ -92,7 +92,7 @@ def compile(model: nn.Module, plan: Plan | None = None) -> CompiledStep:
     folder = Path(tempfile.mkdtemp(prefix="moec-step-"))
     write(compilation, folder)
     state = StepState.from_module(model, without_gradient=compilation.unreached)
-    step = CompiledStep.of(load_program(folder), state, folder, compilation.log)
+    step = CompiledStep.of(load_program(folder), state, folder, compilation.log, plan)
     weakref.finalize(step, shutil.rmtree, folder, ignore_errors=True)
     return step
 
@@ -119,6 +119,7 @@ def build(model: nn.Module, plan: Plan, after_pass: AfterPass | None = None) -> 
         raise UnsupportedModelError(
             "the model is in evaluation mode", why="a training step is compiled", hint="call model.train() first"
         )
+    refuse_autocast_around("moec.compile", _device(model))
     with _COMPILING, torch.inference_mode(False), torch.enable_grad():
         return _build(model, plan, after_pass)
 
@@ -153,7 +154,7 @@ def run_passes(captured: Capture, plan: Plan, log: PassLog, after_pass: AfterPas
         if after_pass is not None:
             after_pass(step, unit)
 
-    pipeline = Pipeline(passes, cost=graph_cost, after_pass=after)
+    pipeline = Pipeline(passes, after_pass=after)
     pipeline.validate()
     log.records += pipeline.run(captured.program, PassContext(plan=plan))
 

@@ -9,7 +9,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 import moec.codegen.triton  # noqa: F401  registers the kernels
-from moec.artifact import BUFFERS, LOG, STATE_MAP, WEIGHTS, StateMap, check_fingerprint, read_json
+from moec.artifact import BUFFERS, LOG, PLAN, STATE_MAP, WEIGHTS, StateMap, check_fingerprint, read_json
 from moec.compiler.errors import ArtifactError
 from moec.compiler.log import PassLog
 from moec.compiler.plan import Plan
@@ -28,20 +28,21 @@ def load(
     """The step of an artefact.
 
     model: train this module's parameters in place. weights: a safetensors file to start from instead; by default the
-    one that `step.save(folder, weights=True)` wrote. plan: what the caller expects; only compared.
+    one that `step.save(folder, weights=True)` wrote. plan: what the caller expects; it is compared, but for learning
+    rate and schedule, which the step takes from it.
 
-    Raises ArtifactError naming the field when the artefact was compiled for another plan, model or torch version, and
-    when there are no weights to run on.
+    Raises ArtifactError naming the field when the artefact was compiled for another plan, model or device or by another
+    version of moec or torch, and when there are no weights to run on.
     """
     folder = Path(folder)
     saved = StateMap(**read_json(folder, STATE_MAP))
-    check_fingerprint(folder, plan, None if model is None else saved.with_tensors_of(model))
+    check_fingerprint(folder, plan, model)
     program = load_program(folder)
     if model is not None:
         state = StepState.from_module(model, without_gradient=saved.without_gradient)
     else:
         state = _state_from_files(folder, saved, program.DEVICE, weights)
-    return CompiledStep.of(program, state, folder, PassLog.read(folder / LOG))
+    return CompiledStep.of(program, state, folder, PassLog.read(folder / LOG), plan or Plan.from_yaml(folder / PLAN))
 
 
 def _state_from_files(folder: Path, saved: StateMap, device: torch.device, weights: str | Path | None) -> StepState:

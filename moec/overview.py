@@ -15,7 +15,8 @@ from rich.table import Table
 
 from moec.artifact import FINGERPRINT, LOG, STATE_MAP, read_json, read_stages
 from moec.compiler.errors import ArtifactError
-from moec.compiler.log import PassLog
+from moec.compiler.hardware import hardware
+from moec.compiler.log import PassLog, cost_columns
 from moec.compiler.pass_manager import PassRecord
 from moec.models.build import build
 from moec.models.k3.counts import count_parameters
@@ -77,6 +78,9 @@ def pass_report(folder: Path, name: str) -> Iterator[Any]:
             f"[bold]{record.name}[/bold] on {record.unit}, {len(record.instances)} x: "
             f"nodes {record.nodes_before} -> {record.nodes_after}, {1e3 * record.seconds:.0f} ms"
         )
+        columns = cost_columns([record.cost_before, record.cost_after])
+        estimates = (f"{column.title} {column.text(record.cost_before, record.cost_after)}" for column in columns)
+        yield f"  on one {hardware().name}: {', '.join(estimates)}"
         yield from (f"  [green]matched[/green] {m.what} at {m.path or '(top)'}" for m in record.matches)
         yield from (
             f"  [yellow]nearly[/yellow] {m.what} at {m.path or '(top)'}: {m.reason}" for m in record.near_misses

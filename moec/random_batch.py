@@ -1,4 +1,4 @@
-"""Random batches with everything a step has to handle: ragged documents, ignored labels, uneven microbatches."""
+"""Random batches with all a step has to handle: ragged documents, ignored labels, uneven microbatches, images."""
 
 from __future__ import annotations
 
@@ -13,12 +13,17 @@ from moec.runtime.step import IGNORED
 _BYTES = 256
 
 
-def random_batches(plan: Plan, vocabulary: int | None, seed: int) -> Iterator[dict[str, Tensor]]:
+def random_batches(
+    plan: Plan, vocabulary: int | None, seed: int, images: tuple[int, int] | None = None
+) -> Iterator[dict[str, Tensor]]:
     """Endless batches on the CPU for a plan, the same for the same seed.
 
     Tokens follow a skewed distribution in which each token depends on the one before, so that there is something to
     learn. A tenth of the labels and one whole stretch per microbatch are ignored. A packing plan gets documents of
     uneven lengths, single tokens among them. A dynamic length is drawn anew for each batch.
+
+    images: (placeholder token, width of a feature) of a model that takes them. A plan with image tokens gets that many
+    placeholders per microbatch, anywhere, without labels, and a normally distributed feature for each.
     """
     generator = torch.Generator().manual_seed(seed)
     size = vocabulary or _BYTES
@@ -38,6 +43,8 @@ def random_batches(plan: Plan, vocabulary: int | None, seed: int) -> Iterator[di
         start = int(torch.randint(shape[2], (), generator=generator))
         labels[..., 0, start : start + shape[2] // 8] = IGNORED
         batch = {"input_ids": tokens, "labels": labels}
+        if plan.image_tokens and images is not None:
+            batch["image_features"] = _place_images(tokens, labels, plan.image_tokens, images, size, generator)
         starts = torch.zeros(shape, dtype=torch.bool)
         if plan.packing:
             # Boundaries come in bursts: documents of one or two tokens beside long ones.
@@ -55,7 +62,23 @@ def vocabulary_of(model: nn.Module) -> int | None:
     return next((child.num_embeddings for child in model.modules() if isinstance(child, nn.Embedding)), None)
 
 
+def _place_images(
+    tokens: Tensor, labels: Tensor, count: int, images: tuple[int, int], vocabulary: int, generator: torch.Generator
+) -> Tensor:
+    """Write `count` placeholders into each microbatch of tokens and labels, [A, B, T]; returns features [A, n, D]."""
+    placeholder, width = images
+    other = (placeholder + 1) % vocabulary
+    for value in (tokens, labels):
+        value[value == placeholder] = other
+    for ids, targets in zip(tokens, labels, strict=True):
+        places = torch.randperm(ids.numel(), generator=generator)[:count]
+        ids.view(-1)[places] = placeholder
+        targets.view(-1)[places] = IGNORED
+    return torch.randn(len(tokens), count, width, generator=generator)
+
+
 def _length(plan: Plan, generator: torch.Generator) -> int:
     if plan.dynamic is None:
         return plan.length
-    return int(torch.randint(plan.min_length, plan.length + 1, (), generator=generator))
+    shortest = max(plan.min_length, -(-plan.image_tokens // plan.batch))
+    return int(torch.randint(shortest, plan.length + 1, (), generator=generator))

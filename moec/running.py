@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from moec.compiler.errors import PlanError
 from moec.compiler.plan import Plan
 from moec.runtime import PackedText, StepResult, TrainSummary, export_weights
 from moec.runtime import train as run_loop
@@ -22,11 +23,15 @@ FINAL_WEIGHTS = "weights.safetensors"
 
 @dataclass(frozen=True)
 class TextOptions:
-    """What to read. paths: files and folders. patterns: file names inside folders. tokenizer: None reads bytes."""
+    """What to read. paths: files and folders. patterns: file names inside folders. tokenizer: None reads bytes.
+
+    seed: of the order in which documents are read.
+    """
 
     paths: Sequence[Path]
     patterns: Sequence[str] = ()
     tokenizer: Path | None = None
+    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,17 @@ class RunOptions:
 
 
 def open_text(text: TextOptions, plan: Plan, vocabulary: int | None) -> PackedText:
-    """The batches of a plan over text; raises DataError when there is none or the tokenizer does not fit."""
+    """The batches of a plan over text.
+
+    Raises DataError when there is none or the tokenizer does not fit, PlanError for a plan that needs more than text.
+    """
+    if plan.image_tokens:
+        raise PlanError(
+            f"plan field image_tokens is {plan.image_tokens}",
+            where="plan.image_tokens",
+            why="text files hold no image features",
+            hint="set image_tokens: 0, or call the step from Python with batches of your own",
+        )
     return PackedText(
         text.paths,
         batch=plan.batch,
@@ -51,6 +66,7 @@ def open_text(text: TextOptions, plan: Plan, vocabulary: int | None) -> PackedTe
         tokenizer=FileTokenizer(text.tokenizer) if text.tokenizer else None,
         vocabulary=vocabulary,
         patterns=text.patterns,
+        seed=text.seed,
     )
 
 

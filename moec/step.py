@@ -10,7 +10,7 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from moec.artifact import FINGERPRINT, PLAN, STATE_MAP, WEIGHTS, read_json, read_stages
+from moec.artifact import FINGERPRINT, STATE_MAP, WEIGHTS, digest, read_json, read_stages, write_plan
 from moec.compiler.errors import ArtifactError
 from moec.compiler.log import PassLog
 from moec.compiler.plan import Plan
@@ -30,13 +30,13 @@ class CompiledStep(TrainStep):
     log: PassLog
 
     @classmethod
-    def of(cls, program: ModuleType, state: StepState, folder: Path, log: PassLog) -> CompiledStep:
-        """The step for a loaded program and a state."""
+    def of(cls, program: ModuleType, state: StepState, folder: Path, log: PassLog, plan: Plan) -> CompiledStep:
+        """The step for a loaded program and a state. plan: the artefact's, but for the schedule."""
         fingerprint = read_json(folder, FINGERPRINT)
         state_map = read_json(folder, STATE_MAP)
-        plan = Plan.from_yaml(folder / PLAN)
         images = tuple(state_map["images"]) if state_map["images"] else None
-        step = cls(program, state, plan, fingerprint, state_map["vocabulary"], images)
+        artifact = fingerprint | {"program": digest((folder / PROGRAM).read_text())}
+        step = cls(program, state, plan, artifact, state_map["vocabulary"], images)
         step.folder, step.log = folder, log
         return step
 
@@ -54,6 +54,7 @@ class CompiledStep(TrainStep):
         folder = Path(folder)
         shutil.copytree(self.folder, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
         (folder / WEIGHTS).unlink(missing_ok=True)
+        write_plan(folder, self.plan)
         if weights:
             values = {**self.state.weights, **{p: b for p, b in self.state.buffers.items()}}
             owned = {

@@ -15,11 +15,12 @@ from rich.console import Console
 from torch import nn
 
 import moec
-from moec.compiler.errors import CheckpointError
+from moec.compiler.errors import ArtifactError, CheckpointError
 from moec.compiler.plan import Plan
 from moec.models.adapters import training_view
 from moec.running import RunOptions, TextOptions, open_text, run
 from moec.runtime import StepResult, TrainSummary, latest_checkpoint
+from moec.runtime.identity import may_change
 from moec.runtime.loop import CHECKPOINTS
 from moec.runtime.metrics import METRICS
 from moec.step import CompiledStep
@@ -35,7 +36,7 @@ def train_model(
     console: Console,
     on_step: Callable[[int, StepResult], None] | None = None,
 ) -> tuple[CompiledStep, TrainSummary]:
-    """Compile a step for `model` and train; on resume the run's own artefact is used again.
+    """Compile a step for `model` and train; on resume the run's own artefact is used again where it fits.
 
     Everything that can be wrong with the data or the folder is found before the compilation.
     """
@@ -57,7 +58,12 @@ def _check_out(options: RunOptions) -> None:
 def _compiled(model: nn.Module, plan: Plan, options: RunOptions, console: Console) -> CompiledStep:
     folder = options.out / ARTIFACT
     if options.resume and folder.is_dir():
-        return moec.load(folder, model, plan=plan)
+        try:
+            return moec.load(folder, model, plan=plan)
+        except ArtifactError as error:
+            if not may_change(error.where):
+                raise
+            console.print(f"compiling again: {error.where} differs, {error.why}", highlight=False, markup=False)
     with console.status("compiling"):
         step = moec.compile(model, plan)
     # Renamed into place, so that a kill cannot leave half an artefact for a resume to find.

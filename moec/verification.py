@@ -109,7 +109,7 @@ def verify(model: nn.Module, plan: Plan | None = None, *, steps: int = 3, seed: 
     plan = plan or Plan.from_dict(DEFAULTS)
     view = training_view(model, plan)
     device = next(model.parameters()).device
-    source = random_batches(plan, view.vocabulary or vocabulary_of(model), seed)
+    source = random_batches(plan, view.vocabulary or vocabulary_of(model), seed, view.images)
     batches = [{name: value.to(device) for name, value in next(source).items()} for _ in range(steps)]
     report = Report(passes=check_passes(copy.deepcopy(model), plan, microbatches(batches[0])[0]))
     pair = StepPair(model, plan, counts={counts for _, counts, _ in view.balanced})

@@ -14,10 +14,10 @@ import torch
 from torch import fx
 
 from moec.compiler._torch_compat import OpOverload
+from moec.compiler.aliases import Aliases, is_mutation
 from moec.compiler.graph import tensor_meta
 from moec.compiler.nodes import aten, source_of, target_name
 from moec.compiler.pass_manager import Report
-from moec.passes.aliases import Aliases, is_mutation
 from moec.passes.parts import Part, part_of
 from moec.passes.rewrite import Refused, Rewriter, erase_dead
 

@@ -1,9 +1,8 @@
 """Pass normalize: one spelling for each thing, so that later patterns have one spelling to know. Values stay bitwise.
 
-1. Sub-graphs under no_grad are inlined; their results are detached.
-2. Metadata assertions are dropped.
-3. In-place ops on fresh values become functional (`inplace.py`).
-4. Ops are rewritten by the table `FOLDS`, op -> rule, until nothing changes: casts, copies, views, slices and
+1. Metadata assertions are dropped.
+2. In-place ops on fresh values become functional (`inplace.py`).
+3. Ops are rewritten by the table `FOLDS`, op -> rule, until nothing changes: casts, copies, views, slices and
    transposes that change nothing disappear; every other cast is `aten.to.dtype`, every view `aten.reshape` (which,
    unlike view, also works when a rewrite has changed strides), every permute of two dimensions a `transpose`.
 """
@@ -17,16 +16,15 @@ from typing import Any
 import torch
 from torch import fx
 
+from moec.compiler.aliases import last_writes
 from moec.compiler.graph import Unit, tensor_meta
 from moec.compiler.nodes import CASTS, Targets, aten, bound_args, source_of, target_name
 from moec.compiler.pass_manager import Change, Pass, PassContext, Report
-from moec.passes.aliases import last_writes
-from moec.passes.inplace import is_mutation, make_functional
+from moec.passes.inplace import make_functional
 from moec.passes.rewrite import Rewriter, erase_dead
 
 _DETACH = aten("detach.default")
 _ASSERTIONS = aten("_assert_tensor_metadata.default")
-_GRAD_MODE = "wrap_with_set_grad_enabled"
 
 
 class Normalize(Pass):
@@ -39,7 +37,6 @@ class Normalize(Pass):
     def run(self, unit: Unit, context: PassContext) -> Report:
         report = Report()
         counts: Counter[str] = Counter()
-        _inline_grad_modes(unit.module, report, counts)
         for node in unit.graph.nodes:
             if node.target in _ASSERTIONS:
                 counts[f"{target_name(node)} dropped"] += 1
@@ -48,53 +45,6 @@ class Normalize(Pass):
         _fold(unit.graph, counts)
         report.matches += [Change("", f"{count} x {what}") for what, count in sorted(counts.items())]
         return report
-
-
-def _inline_grad_modes(module: fx.GraphModule, report: Report, counts: Counter[str]) -> None:
-    for node in list(module.graph.nodes):
-        if node.op != "call_function" or getattr(node.target, "__name__", "") != _GRAD_MODE:
-            continue
-        enabled, body, *inputs = node.args
-        inner = getattr(module, body.target)
-        if any(getattr(n.target, "__name__", "") == _GRAD_MODE for n in inner.graph.nodes):
-            report.near_miss(node, "grad mode", "a gradient mode inside another one is left as it is")
-            continue
-        _inline(module.graph, node, inner, inputs, bool(enabled))
-        counts[f"{'enable_grad' if enabled else 'no_grad'} sub-graph inlined"] += 1
-    module.graph.eliminate_dead_code()
-    module.delete_all_unused_submodules()
-
-
-def _inline(graph: fx.Graph, call: fx.Node, inner: fx.GraphModule, inputs: list[Any], enabled: bool) -> None:
-    environment: dict[fx.Node, Any] = dict(zip(inner.graph.find_nodes(op="placeholder"), inputs, strict=True))
-    with graph.inserting_before(call):
-        for node in inner.graph.nodes:
-            if node.op == "call_function":
-                environment[node] = graph.node_copy(node, environment.__getitem__)
-                if not enabled and is_mutation(node):
-                    _detach_written(Rewriter(graph, [], environment[node]), environment[node])
-    results: Any = fx.map_arg(inner.graph.output_node().args[0], environment.__getitem__)
-    rewriter = Rewriter(graph, [], call)
-    for user in list(call.users):
-        value = results[user.args[1]]
-        tensor = tensor_meta(value)
-        if not enabled and tensor is not None and (tensor.is_floating_point() or tensor.is_complex()):
-            value = rewriter.call(torch.ops.aten.detach.default, value)
-        user.replace_all_uses_with(value)
-        graph.erase_node(user)
-    graph.erase_node(call)
-
-
-def _detach_written(rewriter: Rewriter, write: fx.Node) -> None:
-    """What is written under no_grad carries no gradient into a value from outside, such as a running mean."""
-
-    def detached(value: fx.Node) -> fx.Node:
-        tensor = tensor_meta(value)
-        floating = tensor is not None and (tensor.is_floating_point() or tensor.is_complex())
-        return rewriter.call(torch.ops.aten.detach.default, value) if floating else value
-
-    written, *others = write.args
-    write.args = (written, *fx.map_arg(tuple(others), detached))
 
 
 def _fold(graph: fx.Graph, counts: Counter[str]) -> None:

@@ -18,12 +18,12 @@ import torch
 from torch import fx
 
 from moec.compiler._torch_compat import FakeTensor, FakeTensorMode, OpOverload
+from moec.compiler.aliases import last_writes
 from moec.compiler.graph import Unit, module_path, tensor_meta
 from moec.compiler.matching import Failure, Match, match
 from moec.compiler.nodes import Targets, describe
 from moec.compiler.pass_manager import Report
 from moec.compiler.pattern import Pattern, root_targets
-from moec.passes.aliases import last_writes
 
 
 class Refused(Exception):

@@ -5,8 +5,9 @@ Saving:
 2. rename it to its final name; 3. rewrite LATEST the same way; 4. remove checkpoints beyond the newest `keep`.
 A kill at any point leaves the last good checkpoint, and LATEST names a whole one.
 
-Loading checks everything before it changes anything: the fingerprint of model and plan, every name, shape and dtype,
-and size and checksum of each file. A name that is missing or left over is an error.
+Loading checks everything before it changes anything: size and checksum of each file, every name, shape and dtype, and
+the fingerprint of model and plan. A name that is missing or left over is an error. Settings may differ; loading says
+which do.
 """
 
 from __future__ import annotations
@@ -28,10 +29,13 @@ from moec.compiler.errors import CheckpointError
 from moec.runtime import durable, random_state
 from moec.runtime.state import StepState
 
-FORMAT = 1
+FORMAT = 2
 LATEST = "LATEST"
 MANIFEST = "moec.json"
 _STEP = "step-"
+
+Changes = dict[str, tuple[Any, Any]]
+"""Field -> its value in the checkpoint, and its value now."""
 _NAMED = 5
 
 
@@ -40,13 +44,15 @@ def save_checkpoint(
     state: StepState,
     *,
     fingerprint: Mapping[str, Any],
+    settings: Mapping[str, Any] | None = None,
     data: Mapping[str, Any] | None = None,
     keep: int = 3,
 ) -> Path:
     """Save a run between two steps and return the new checkpoint's folder.
 
-    fingerprint: JSON values that must be equal at load, nested by field. data: the position of the batches.
-    keep: how many checkpoints stay, this one included. Raises CheckpointError when the disk refuses.
+    fingerprint, settings: JSON values nested by field, which must be equal at load, and which may have changed.
+    data: the position of the batches. keep: how many checkpoints stay, this one included. Raises CheckpointError when
+    the disk refuses.
     """
     if keep < 1:
         raise CheckpointError(f"keep is {keep}", hint="keep at least one checkpoint")
@@ -57,7 +63,7 @@ def save_checkpoint(
         durable.remove_partials(folder)
         with _single_process():
             dcp.save(state.tensors(), storage_writer=dcp.FileSystemWriter(partial, sync_files=True), no_dist=True)
-        durable.write_file(partial / MANIFEST, _manifest(partial, state, fingerprint, data))
+        durable.write_file(partial / MANIFEST, _manifest(partial, state, fingerprint, settings or {}, data))
         durable.publish(partial, final)
         durable.write_file(folder / LATEST, f"{final.name}\n".encode())
         for old in _steps(folder)[:-keep]:
@@ -79,18 +85,20 @@ def load_checkpoint(
     state: StepState,
     *,
     fingerprint: Mapping[str, Any],
+    settings: Mapping[str, Any] | None = None,
     restore_data: Callable[[Mapping[str, Any]], None] | None = None,
-) -> None:
+) -> Changes:
     """Load a checkpoint's folder into `state` in place, then the data position, then the random generators.
 
-    Afterwards the run goes on bit for bit as it would have without the stop. Raises CheckpointError, with `state`
-    untouched, when the checkpoint is incomplete or belongs to another model or plan.
+    Returns the settings that changed. Where none did, the run goes on bit for bit as it would have without the stop.
+    Raises CheckpointError, with `state` untouched, when the checkpoint is incomplete or belongs to another model or
+    plan.
     """
     manifest = _read_manifest(path)
-    _check_fingerprint(path, manifest["fingerprint"], fingerprint)
     tensors = state.tensors()
     _check_tensors(path, tensors)
     _check_paths(path, "optimizer updates", manifest["updates"], state.updates)
+    _check_fingerprint(path, manifest["fingerprint"], fingerprint)
     if restore_data is not None:
         if manifest["data"] is None:
             raise CheckpointError("the checkpoint holds no data position", where=str(path))
@@ -101,6 +109,7 @@ def load_checkpoint(
     state.updates.update(manifest["updates"])
     state.clear_gradients()
     random_state.restore(manifest["random"])
+    return _changes(manifest["settings"], settings or {})
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
@@ -135,12 +144,19 @@ def _steps(folder: Path) -> list[Path]:
     )
 
 
-def _manifest(partial: Path, state: StepState, fingerprint: Mapping[str, Any], data: Mapping[str, Any] | None) -> bytes:
+def _manifest(
+    partial: Path,
+    state: StepState,
+    fingerprint: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    data: Mapping[str, Any] | None,
+) -> bytes:
     content = {
         "format": FORMAT,
         "step": state.step,
         "torch": torch.__version__,
         "fingerprint": fingerprint,
+        "settings": settings,
         "data": data,
         "updates": state.updates,
         "aliases": state.aliases,
@@ -196,17 +212,25 @@ def _damaged(path: Path, why: str) -> CheckpointError:
 
 
 def _check_fingerprint(path: Path, saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    then, now = _flatten(saved), _flatten(json.loads(json.dumps(here)))
-    differing = [name for name in sorted(then.keys() | now.keys()) if then.get(name, ...) != now.get(name, ...)]
+    differing = _changes(saved, here)
     if differing:
-        name = differing[0]
-        others = f" (and {len(differing) - 1} more: {', '.join(differing[1:_NAMED])})" if differing[1:] else ""
+        name, *more = differing
+        then, now = differing[name]
+        others = f" (and {len(more)} more: {', '.join(more[: _NAMED - 1])})" if more else ""
         raise CheckpointError(
-            f"the checkpoint belongs to another model or plan: {name} was {then.get(name, 'absent')}, "
-            f"now it is {now.get(name, 'absent')}{others}",
+            f"the checkpoint belongs to another model or plan: {name} was {then}, now it is {now}{others}",
             where=str(path),
             hint="compile with the model and plan of the checkpoint, or start a new run in another folder",
         )
+
+
+def _changes(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Changes:
+    then, now = _flatten(saved), _flatten(json.loads(json.dumps(here)))
+    return {
+        name: (then.get(name, "absent"), now.get(name, "absent"))
+        for name in sorted(then.keys() | now.keys())
+        if then.get(name, ...) != now.get(name, ...)
+    }
 
 
 def _flatten(fields: Any, prefix: str = "") -> dict[str, Any]:

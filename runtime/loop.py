@@ -1,12 +1,14 @@
 """The training loop: batches through a compiled step, with metrics, progress, checkpoints and exact resume.
 
-A run's folder holds `metrics.jsonl`, `checkpoints/`, and `tensorboard/` when asked for. For steps start+1 .. steps:
+A run's folder holds `metrics.jsonl`, `checkpoints/`, `resumes.jsonl` once it was resumed, and `tensorboard/` when asked
+for. For steps start+1 .. steps:
 1. take a batch; 2. run the step; 3. stop when the loss is not finite; 4. write the metrics; 5. save a checkpoint every
 `checkpoint_every` steps and after the last one.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable
@@ -23,6 +25,7 @@ from moec.runtime.progress import TrainingProgress
 from moec.runtime.protocol import Batches, OptimizerStep, StepResult
 
 CHECKPOINTS = "checkpoints"
+RESUMES = "resumes.jsonl"
 
 
 @dataclass(frozen=True)
@@ -128,16 +131,22 @@ class _Run:
             raise CheckpointError(f"there is no run in {self.out} to resume", hint="check the folder given as out")
         latest = latest_checkpoint(self.checkpoints)
         if latest is None:
-            self.console.print(f"no checkpoint in {self.out} yet, starting from the beginning", soft_wrap=True)
+            self._say(f"no checkpoint in {self.out} yet, starting from the beginning")
             return self.compiled.state.step
-        load_checkpoint(
+        changes = load_checkpoint(
             latest,
             self.compiled.state,
             fingerprint=self.compiled.fingerprint,
+            settings=self.compiled.settings,
             restore_data=self.data.load_state_dict,
         )
-        self.console.print(f"resuming from {latest}", highlight=False, markup=False, soft_wrap=True)
-        return self.compiled.state.step
+        self._say(f"resuming from {latest}")
+        for name, (before, now) in changes.items():
+            self._say(f"  {name} was {before}, now it is {now}")
+        step = self.compiled.state.step
+        with (self.out / RESUMES).open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps({"step": step, "checkpoint": latest.name, "changed": changes}) + "\n")
+        return step
 
     def step(self, number: int) -> tuple[dict[str, float], StepResult]:
         """Run one step; returns its record for the metrics and its result."""
@@ -168,6 +177,7 @@ class _Run:
             self.checkpoints,
             self.compiled.state,
             fingerprint=self.compiled.fingerprint,
+            settings=self.compiled.settings,
             data=self.data.state_dict(),
             keep=self.keep,
         )
@@ -176,6 +186,9 @@ class _Run:
         latest = latest_checkpoint(self.checkpoints)
         assert latest is not None, "the last step saves one"
         return latest
+
+    def _say(self, text: str) -> None:
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def _way_back(self) -> str:
         latest = latest_checkpoint(self.checkpoints)

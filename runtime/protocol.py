@@ -27,13 +27,19 @@ class StepResult:
 
 
 class OptimizerStep(Protocol):
-    """One call is one optimizer step, and adds one to `state.step`; fingerprint: JSON values by field name."""
+    """One call is one optimizer step, and adds one to `state.step`.
+
+    fingerprint, settings: JSON values by field name, which a resumed run must share, and which may have changed.
+    """
 
     @property
     def state(self) -> StepState: ...
 
     @property
     def fingerprint(self) -> Mapping[str, Any]: ...
+
+    @property
+    def settings(self) -> Mapping[str, Any]: ...
 
     def __call__(self, batch: Mapping[str, Tensor], /) -> StepResult: ...
 

@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moec.compiler.autocast import refuse_autocast_around
 from moec.compiler.errors import NonFiniteError
 from moec.compiler.plan import Plan
+from moec.runtime import identity
 from moec.runtime.batch import IGNORED, BatchRules
 from moec.runtime.protocol import StepResult
 from moec.runtime.schedule import Schedule
@@ -32,6 +34,7 @@ class TrainStep:
     batch: input_ids and labels int64 [A, B, T] ([B, T] when A is 1), labels unshifted, -100 ignored; document_ids
     int64 of the same shape when the plan packs (all one document when left out); image_features [A, n, D] when the
     plan has n image tokens per microbatch, one row per placeholder in reading order.
+    artifact: fingerprint of the emitted step (moec/artifact.py).
     vocabulary: number of token ids. images: (placeholder token, width of a feature).
     total_steps: length of the run that the learning rate schedule covers; without it a cosine stays at its peak.
     """
@@ -39,7 +42,7 @@ class TrainStep:
     program: ModuleType
     state: StepState
     plan: Plan
-    fingerprint: dict[str, Any]
+    artifact: dict[str, Any]
     vocabulary: int | None = None
     images: tuple[int, int] | None = None
     total_steps: int = 0
@@ -59,6 +62,7 @@ class TrainStep:
         if isinstance(batch, Tensor):
             given = {"input_ids": batch, "labels": labels, "document_ids": document_ids}
             batch = {name: value for name, value in given.items() if value is not None}
+        refuse_autocast_around("the step", self.program.DEVICE)
         checked = self._rules.checked(batch)
         valid = int((checked["labels"][..., 1:] != IGNORED).sum())
         if valid == 0:
@@ -80,6 +84,16 @@ class TrainStep:
         }
         metrics["lr"] = rate
         return StepResult(loss, norm, checked["input_ids"].numel(), metrics)
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """What a checkpoint must share with this step."""
+        return identity.fingerprint(self.artifact, self.plan)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What may change between two parts of a run."""
+        return identity.settings(self.artifact, self.plan, self.total_steps)
 
     def learning_rate(self) -> float:
         """The schedule's rate for the step about to run."""
@@ -121,6 +135,7 @@ class TrainStep:
                 self.state.buffers[path].copy_(value)
 
     def _prepared(self, batch: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+        refuse_autocast_around("the step", self.program.DEVICE)
         self.state.follow_weights()
         checked = self._rules.checked(batch)
         return self._microbatches(checked, int((checked["labels"][..., 1:] != IGNORED).sum()))

@@ -139,6 +139,11 @@ def probe_aot_autograd() -> bool:
     return x.grad is not None and x.grad.tolist() == [6.0, 6.0] and len(compiled) == 2
 
 
+def probe_autocast() -> bool:
+    on, off = (torch.autocast("cpu", torch.bfloat16, enabled=enabled) for enabled in (True, False))
+    return compat.autocast_is_enabled(on) and not compat.autocast_is_enabled(off)
+
+
 PROBES: dict[str, Callable[[], bool]] = {
     "AOTInput": lambda: issubclass(compat.PlainAOTInput, compat.AOTInput),
     "AOTOutput": lambda: issubclass(compat.PlainAOTOutput, compat.AOTOutput),
@@ -156,6 +161,7 @@ PROBES: dict[str, Callable[[], bool]] = {
     "TorchDispatchMode": probe_dispatch_mode,
     "aot_autograd": probe_aot_autograd,
     "aot_export_joint_with_descriptors": probe_inputs,
+    "autocast_is_enabled": probe_autocast,
     "default_partition": probe_aot_autograd,
     "enable_python_dispatcher": probe_python_dispatcher,
     "make_fx": probe_make_fx,

@@ -224,7 +224,7 @@ define_op(
     backward_fake=_route_backward_fake,
     shapes={"logits": "N E", "bias": "E"},
     flops="N*(5*E + 3*top_k)",
-    backward_flops="N*(5*E + 6*top_k)",
+    backward_flops="5*N*E",
     recompute=False,
     source="Kimi K3 report 2.3; DeepSeek-V3 arXiv 2412.19437; gpt-oss",
     summary="expert choice and weights per token",

@@ -1,4 +1,4 @@
-"""C08: an artefact that fits neither plan, model nor torch any more is refused, and the field that differs is named.
+"""C08: an artefact that fits plan, model, versions or device no more is refused, and the field that differs is named.
 
 That a fitting one runs in another process without a trace is in tests/moec/test_artifact.py.
 """
@@ -54,7 +54,7 @@ def edit_json(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     [
         (Plan(batch=2, length=7), "plan.length"),
         (Plan(batch=2, length=6, recompute=("*",)), "plan.recompute"),
-        (Plan(batch=2, length=6, optimizer=moec.OptimizerPlan(lr=1.0)), "plan.optimizer.lr"),
+        (Plan(batch=2, length=6, optimizer=moec.OptimizerPlan(clip_norm=2.0)), "plan.optimizer.clip_norm"),
     ],
 )
 def test_c08_another_plan_is_a_stale_artefact(folder: Path, plan: Plan, field: str) -> None:
@@ -64,12 +64,31 @@ def test_c08_another_plan_is_a_stale_artefact(folder: Path, plan: Plan, field: s
     moec.load(folder, plan=PLAN)
 
 
-def test_c08_another_torch_or_format_is_a_stale_artefact(folder: Path) -> None:
-    edit_json(folder / "fingerprint.json", lambda values: values.update(torch="1.13"))
+def test_c08_learning_rate_and_schedule_are_taken_from_the_callers_plan(folder: Path, tmp_path: Path) -> None:
+    """They are inputs of the program, which stays the same."""
+    schedule = moec.OptimizerPlan(lr=0.5, schedule="constant", warmup_steps=2)
+    step = moec.load(folder, plan=Plan(batch=2, length=6, optimizer=schedule))
+    assert step.learning_rate() == 0.25
+    again = moec.load(step.save(tmp_path / "again", weights=True))
+    assert again.plan.optimizer == schedule
+    assert again.source == step.source
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("torch", "1.13"), ("format", 0), ("moec", "0.0.1"), ("device", "cuda:77"), ("device", "nothing")],
+)
+def test_c08_other_versions_and_devices_are_stale_artefacts(folder: Path, field: str, value: Any) -> None:
+    edit_json(folder / "fingerprint.json", lambda values: values.update({field: value}))
     error = refused(folder)
-    assert (error.where, "compiled for '1.13'" in error.why) == ("torch", True)
-    edit_json(folder / "fingerprint.json", lambda values: values.update(torch="2.99", format=0))
-    assert refused(folder).where == "format"
+    assert (error.where, f"compiled for {value!r}" in error.why) == (field, True)
+    error = refused(folder, make())
+    assert (error.where, f"compiled for {value!r}" in error.why) == (field, True)
+
+
+def test_c08_a_fingerprint_without_a_version_is_stale(folder: Path) -> None:
+    edit_json(folder / "fingerprint.json", lambda values: values.pop("moec"))
+    assert refused(folder).where == "moec"
 
 
 def other_width(model: Any) -> None:

@@ -256,6 +256,19 @@ def test_data_dependent_control_flow_is_refused_with_the_line(layer: type[Layer]
     assert "its control flow or a size depends on the data" in error.hint
 
 
+def test_data_behind_the_back_of_autograd_is_refused() -> None:
+    """A trace has no values for what `.data` gives."""
+
+    class Behind(Layer):
+        def forward(self, hidden: Tensor) -> Tensor:
+            return super().forward(hidden) * self.gate.weight.data.mean()
+
+    with pytest.raises(CaptureError, match=r"uses a tensor that the trace has no values of") as caught:
+        captured(seeded(Language, Behind(), Behind()))
+    assert caught.value.where.startswith(f"{__file__}:")
+    assert "x.detach() instead of x.data" in caught.value.hint
+
+
 class Doubled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -10,13 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moec.compiler import dialect
-from moec.compiler.cost import graph_cost, node_bytes, node_flops
+from moec.compiler.cost import HOST_BYTES, NETWORK_BYTES, Cost, graph_cost, node_bytes, node_flops
 from moec.compiler.differentiate import differentiate
 from moec.compiler.graph import Unit
+from moec.compiler.hardware import Hardware, hardware
 
 from .units import unit_of
 
 FLOAT = 4
+sdpa = F.scaled_dot_product_attention
 
 
 class Call(nn.Module):
@@ -29,7 +31,7 @@ class Call(nn.Module):
 
 
 def flops(function: Callable[..., Tensor], *shapes: tuple[int, ...]) -> float:
-    return graph_cost(unit_of(Call(function), *[torch.randn(shape) for shape in shapes]).graph)["flops"]
+    return graph_cost(unit_of(Call(function), *[torch.randn(shape) for shape in shapes]).graph).flops
 
 
 @pytest.mark.parametrize(
@@ -40,6 +42,9 @@ def flops(function: Callable[..., Tensor], *shapes: tuple[int, ...]) -> float:
         (torch.bmm, [(2, 3, 4), (2, 4, 5)], 2 * 2 * 3 * 4 * 5),
         (F.linear, [(2, 3, 4), (5, 4)], 2 * 2 * 3 * 4 * 5),
         (torch.addmm, [(5,), (3, 4), (4, 5)], 2 * 3 * 4 * 5),
+        (lambda q, k, v: sdpa(q, k, v), [(2, 3, 6, 4), (2, 3, 6, 4), (2, 3, 6, 5)], 2 * 2 * 3 * 6 * 6 * (4 + 5)),
+        (lambda q, k: sdpa(q, k, k, is_causal=True), [(2, 3, 6, 4), (2, 3, 6, 4)], 2 * 3 * 6 * 6 * (4 + 4)),
+        (lambda x, w: F.conv1d(x, w, padding=2, groups=8)[..., :6], [(2, 8, 6), (8, 1, 3)], 2 * 2 * 8 * 6 * 3),
         (torch.exp, [(3, 4)], 12),
         (torch.add, [(3, 4), (4,)], 12),
         (lambda x: x.t()[1:].reshape(2, -1), [(4, 3)], 0),
@@ -70,7 +75,60 @@ def test_bytes_are_what_each_op_reads_and_writes() -> None:
     add, transpose = (node for node in unit.graph.nodes if node.op == "call_function")
     assert node_bytes(add) == FLOAT * (12 + 4 + 12)
     assert node_bytes(transpose) == 0
-    assert graph_cost(unit.graph) == {"flops": 12.0, "bytes": float(FLOAT * 28)}
+    cost = graph_cost(unit.graph)
+    assert (cost.flops, cost.hbm_bytes, cost.launches) == (12.0, FLOAT * 28, 1)
+    assert (cost.host_bytes, cost.network_bytes) == (0, 0)
+
+
+def test_a_look_up_reads_only_the_rows_it_takes() -> None:
+    unit = unit_of(Call(lambda ids, table: F.embedding(ids, table)), torch.randint(9, (5,)), torch.randn(1000, 4))
+    cost = graph_cost(unit.graph)
+    assert (cost.flops, cost.hbm_bytes) == (0, 2 * 5 * 4 * FLOAT)
+
+
+DEVICE = Hardware("test", {"float32": 1e9, "bfloat16": 4e9}, 1e9, 1e6, 1e6, 1e5, 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rows", "wanted"),
+    [
+        (torch.float32, 100, 2 * 100**3 / 1e9),  # arithmetic takes longest
+        (torch.bfloat16, 100, 2 * 100**3 / 4e9),
+        (torch.float32, 1, 1e-4),  # the host needs longer to launch it
+    ],
+)
+def test_time_is_that_of_the_slowest_part(dtype: torch.dtype, rows: int, wanted: float) -> None:
+    unit = unit_of(Call(torch.mm), torch.randn(rows, rows).to(dtype), torch.randn(rows, rows).to(dtype))
+    assert graph_cost(unit.graph, DEVICE).seconds == pytest.approx(wanted)
+
+
+def test_pointwise_time_is_that_of_memory_and_ops_follow_each_other() -> None:
+    unit = unit_of(Call(lambda x: x.exp().sin()), torch.randn(1000, 1000))
+    cost = graph_cost(unit.graph, DEVICE)
+    assert cost.seconds == pytest.approx(2 * (2 * 4e6) / 1e9)
+    assert cost.launches == 2
+
+
+def test_bytes_over_links_come_from_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    exp, sin = torch.ops.aten.exp.default, torch.ops.aten.sin.default
+    monkeypatch.setitem(NETWORK_BYTES, exp, lambda node: 5e5)
+    monkeypatch.setitem(HOST_BYTES, sin, lambda node: 2e6)
+    cost = graph_cost(unit_of(Call(lambda x: x.exp().sin().cos()), torch.randn(4)).graph, DEVICE)
+    assert (cost.network_bytes, cost.host_bytes) == (5e5, 2e6)
+    assert cost.seconds == pytest.approx(5e5 / 1e5 + 2e6 / 1e6, rel=1e-3)
+
+
+def test_costs_add_and_repeat() -> None:
+    one = Cost(1.0, 2.0, 3.0, 4.0, 5.0, 6)
+    assert one + one * 2 == Cost(3.0, 6.0, 9.0, 12.0, 15.0, 18)
+
+
+def test_the_default_device_is_an_h200() -> None:
+    h200 = hardware()
+    assert h200.name == "H200"
+    assert (h200.flops_of(torch.bfloat16), h200.hbm_bytes) == (690e12, 4.2e12)
+    assert (h200.host_bytes, h200.host_bytes_both) == (55e9, 45.6e9)
+    assert h200.flops_of(torch.int8) == h200.flops_of(torch.float32) < h200.flops_of(torch.float16)
 
 
 def test_symbolic_sizes_count_by_their_hint_and_add_no_guard() -> None:

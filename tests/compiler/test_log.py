@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from moec.compiler.cost import Cost
 from moec.compiler.errors import ArtifactError
 from moec.compiler.log import PassLog, StageTime
 from moec.compiler.partition import Placement
@@ -26,8 +27,8 @@ def record(**changes: object) -> PassRecord:
         "nodes_after": 12,
         "added": {"moec.rms_norm": 2},
         "removed": {"aten.pow": 2},
-        "cost_before": {"flops": 4e9, "bytes": 10.0},
-        "cost_after": {"flops": 3e9, "bytes": 5.0},
+        "cost_before": Cost(4e-3, 4e9, 2e6, launches=12),
+        "cost_after": Cost(3e-3, 3e9, 1e6, launches=9),
     }
     return PassRecord(**{**values, **changes})  # type: ignore[arg-type]
 
@@ -38,7 +39,7 @@ FULL = PassLog(
     records=[
         record(),
         record(unit="model", matches=(), near_misses=(), warning="the graph has a softmax"),
-        record(name="fuse_kda", unit="model", matches=(), near_misses=()),
+        record(name="fuse_kda", unit="model", matches=(), near_misses=(), cost_after=Cost(4e-3, 4e9, 2e6, launches=12)),
     ],
     placements={"layer": [Placement("tanh", "act", "aten.tanh.default", 64, "keep", "backward uses it")]},
     lowering={"moec.kda.default": "reference"},
@@ -80,6 +81,32 @@ def test_the_text_says_it_all() -> None:
         "2.00",
     ):
         assert part in text, part
+
+
+def test_estimates_are_of_all_layers() -> None:
+    log = PassLog(records=[record(), record(unit="model", instances=("",)), record(name="b", cost_after=Cost(1.0))])
+    assert log.estimates() == {
+        "recognize_norm": (Cost(4e-3, 4e9, 2e6, launches=12) * 3, Cost(3e-3, 3e9, 1e6, launches=9) * 3),
+        "b": (Cost(4e-3, 4e9, 2e6, launches=12) * 2, Cost(1.0) * 2),
+    }
+
+
+def test_the_table_of_estimates_shows_every_pass_that_changed_something() -> None:
+    records = [record(), record(name="idle", cost_after=record().cost_before), record(name="last")]
+    text = str(PassLog(records=records))
+    rows = [line.strip("│").split("│") for line in text.splitlines() if "FLOP" in line]
+    assert [[cell.strip() for cell in row] for row in rows] == [
+        ["(none)", "8 ms", "8 GFLOP", "4 MB", "24"],
+        ["recognize_norm", "6 ms", "6 GFLOP", "2 MB", "18"],
+        ["last", "6 ms", "6 GFLOP", "2 MB", "18"],
+    ]
+    assert "one H200" in text
+    assert "network" not in text
+
+
+def test_bytes_over_links_are_shown_where_there_are_any() -> None:
+    text = str(PassLog(records=[record(cost_after=Cost(1.0, network_bytes=7e9, host_bytes=3e12))]))
+    assert all(part in text for part in ("network", "14 GB", "host link", "6 TB"))
 
 
 def test_idle_passes_are_named_once_and_have_no_row() -> None:

@@ -92,6 +92,7 @@ def test_override_reaches_nested_fields_and_lists() -> None:
         ("optimizer: {rate: 1}", "plan.optimizer.rate", "unknown plan field optimizer.rate"),
         ("optimizer: 3", "plan.optimizer", "a mapping of fields"),
         ("batch: 0", "plan.batch", "at least 1"),
+        ("{batch: 2, length: 8, image_tokens: 17}", "plan.image_tokens", "0 to batch x length, 16"),
         ("batch: true", "plan.batch", "a whole number"),
         ("batch: 1.5", "plan.batch", "a whole number"),
         ("length: many", "plan.length", "a whole number"),

@@ -11,12 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 from rich.console import Console
+from typer.testing import CliRunner
 
 import moec
+from moec import demo
 from moec.compiler.errors import DataError
 from moec.demo import next_steps, report
-from moec.demo_run import PLAN, Outcome, held_out_loss, run_demo
+from moec.demo_run import PLAN, TARGET, Outcome, held_out_loss, run_demo
 from moec.demo_text import EXCERPT, DemoText, prepare_text
 from moec.targets import build_target
 
@@ -91,7 +94,7 @@ def test_a_good_outcome_has_no_failures() -> None:
     ("change", "text"),
     [
         ({"held_out": 2.9}, "the target is 2.8"),
-        ({"held_out": 2.6}, "not below that of byte pairs alone, 2.470"),
+        ({"held_out": 2.46}, "is 2.460, not below 2.370: byte pairs alone give 2.470"),
         ({"held_out": float("nan")}, "the loss on held-out text is nan"),
         ({"eager": [5.001, 4.0]}, "the first compiled and eager losses differ"),
         ({"eager": [5.0, 4.2]}, "losses differ by 2.00e-01"),
@@ -107,7 +110,18 @@ def test_the_report_shows_both_curves_and_what_the_loss_means() -> None:
         console.print(part)
     text = console.export_text()
     assert "4.000000 │ 4.001000" in text
-    assert "nats per byte on held-out text: 2.000 (target 2.8; byte frequencies alone give 3.150" in text
+    assert "nats per byte on held-out text: 2.000 (targets: 2.8, and 2.370, which takes mixers" in text
+
+
+def test_a_missed_bound_is_said_and_is_the_exit_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(demo, "_run", lambda *_: _outcome(held_out=2.46))
+    app = typer.Typer()
+    app.command()(demo.main)
+    done = CliRunner().invoke(app, ["--out", str(tmp_path)])
+    assert done.exit_code == 1
+    assert "missed: the loss on held-out text is 2.460" in done.stdout
+    monkeypatch.setattr(demo, "_run", lambda *_: _outcome())
+    assert CliRunner().invoke(app, ["--out", str(tmp_path)]).exit_code == 0
 
 
 def test_a_small_demo_runs_through(tmp_path: Path) -> None:
@@ -158,7 +172,11 @@ def test_dead_mixers_miss_what_the_demo_demands(preset: str, tmp_path: Path) -> 
     for model in (dead, twin):
         for layer in model.layers:  # type: ignore[union-attr]
             torch.nn.init.zeros_(layer.attention.mixer.o_proj.weight).requires_grad_(False)
-    outcome = run_demo(dead, twin, tmp_path, Console(file=io.StringIO()), eager_steps=1)
+    outcome = run_demo(dead, twin, tmp_path, Console(file=io.StringIO()))
     print(f"{preset} with dead mixers: {outcome.held_out:.3f}, byte pairs alone: {outcome.text.pairs_alone:.3f}")
-    assert outcome.held_out > outcome.text.pairs_alone
-    assert any("byte pairs alone" in failure for failure in outcome.failures())
+    # It trains as well as it can and equals eager: what it misses is what takes mixers, by a clear distance.
+    assert outcome.held_out < TARGET
+    assert outcome.held_out > outcome.mixer_target + 0.05
+    assert [failure.partition(":")[0] for failure in outcome.failures()] == [
+        f"the loss on held-out text is {outcome.held_out:.3f}, not below {outcome.mixer_target:.3f}"
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import islice
 
 import pytest
@@ -27,6 +28,31 @@ def test_the_seed_decides() -> None:
 def test_a_step_accepts_them(plan: Plan) -> None:
     for batch in islice(random_batches(plan, 50, seed=0), 3):
         BatchRules(plan, 50, None).checked(batch)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        replace(PLAN, image_tokens=37),
+        Plan(batch=2, length=32, image_tokens=64),
+        Plan(batch=2, length=64, dynamic="length", image_tokens=90),
+    ],
+)
+def test_placeholders_are_as_many_as_the_plan_says_and_have_features(plan: Plan) -> None:
+    images = (7, 5)
+    for batch in islice(random_batches(plan, 50, 0, images), 4):
+        checked = BatchRules(plan, 50, images).checked(batch)  # counts the placeholders of each microbatch
+        assert checked["image_features"].shape == (plan.accumulation, plan.image_tokens, 5)
+        assert bool((checked["labels"][checked["input_ids"] == 7] == IGNORED).all())
+        assert float(checked["image_features"].std()) > 0.5
+
+
+def test_placeholders_lie_anywhere() -> None:
+    plan = replace(PLAN, image_tokens=40)
+    ids = next(random_batches(plan, 50, 0, (7, 5)))["input_ids"]
+    rows = (ids == 7).sum(-1)
+    assert len(rows.unique()) > 2
+    assert 0 < len((ids[0] == 7).nonzero()[:, 1].unique()) < 41
 
 
 def test_documents_are_ragged_and_labels_are_missing() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -105,6 +106,31 @@ def test_another_seed_gives_other_bits(straight: Path, text: Path, tmp_path: Pat
     assert not same_bits(tmp_path / "run", straight)
 
 
+def test_the_seed_orders_the_documents(straight: Path, text: Path, tmp_path: Path) -> None:
+    """From the same weights, so that nothing but the data can tell two seeds apart."""
+    start = ["--weights", str(straight / "weights.safetensors")]
+    found = []
+    for seed in (0, 1):
+        assert train(text, tmp_path / str(seed), 2, "--seed", str(seed), *start).exit_code == 0
+        found.append(losses(tmp_path / str(seed)))
+    assert found[0] != found[1]
+    artifact = ["--weights", straight / "weights.safetensors", "--data", text, "--pattern", "*.txt", "--steps", "2"]
+    result = run("run", tmp_path / "0" / "artifact", *artifact, "--seed", "1", "--out", tmp_path / "again")
+    assert result.exit_code == 0, result.output
+    assert losses(tmp_path / "again") == found[1]
+    result = train(text, tmp_path / "1", 3, "--resume")
+    assert result.exit_code == 2
+    assert "seed was 1, now it is 0" in said(result)
+
+
+def test_text_has_no_image_features(text: Path, tmp_path: Path) -> None:
+    result = run(
+        *("train", "k3-tiny", "--data", text, "--steps", "1", "--out", tmp_path / "run"), "--set", "image_tokens=2"
+    )
+    assert result.exit_code == 2
+    assert "text files hold no image features" in said(result)
+
+
 def test_a_run_starts_from_given_weights(straight: Path, text: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     assert train(text, out, 1, "--weights", str(straight / "weights.safetensors")).exit_code == 0
@@ -124,6 +150,43 @@ def test_resuming_with_another_plan_names_the_field(straight: Path, text: Path) 
     result = train(text, straight, 8, "--resume", "--set", "batch=4")
     assert result.exit_code == 2
     assert "plan.batch differs" in said(result)
+
+
+@pytest.fixture
+def stopped(straight: Path, tmp_path: Path) -> Path:
+    """A copy of the run of six steps, to go on from."""
+    return Path(shutil.copytree(straight, tmp_path / "stopped"))
+
+
+def test_a_resumed_run_takes_another_learning_rate_and_says_so(
+    stopped: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moec.compile", None, raising=False)
+    result = train(text, stopped, 7, "--resume", "--set", "optimizer.lr=0.5")
+    assert result.exit_code == 0, result.output
+    assert "plan.optimizer.lr was 0.01, now it is 0.5" in said(result)
+    assert "steps was 6, now it is 7" in said(result)
+    assert json.loads((stopped / "metrics.jsonl").read_text().splitlines()[-1])["lr"] == 0.5
+    changed = json.loads((stopped / "resumes.jsonl").read_text())["changed"]
+    assert changed == {"plan.optimizer.lr": [0.01, 0.5], "steps": [6, 7]}
+
+
+def test_what_the_program_was_written_for_is_compiled_again(stopped: Path, text: Path) -> None:
+    result = train(text, stopped, 7, "--resume", "--set", "optimizer.clip_norm=0.5", "--set", "recompute=['*']")
+    assert result.exit_code == 0, result.output
+    assert "compiling again: plan.optimizer.clip_norm differs" in said(result)
+    assert "max_norm=0.5" in (stopped / "artifact" / "step.py").read_text()
+    assert "plan.recompute was []" in said(result)
+    assert len(losses(stopped)) == 7
+
+
+def test_an_edited_program_is_resumed_and_noted(stopped: Path, text: Path) -> None:
+    program = stopped / "artifact" / "step.py"
+    program.write_text(program.read_text() + "\n# read me\n")
+    result = train(text, stopped, 7, "--resume")
+    assert result.exit_code == 0, result.output
+    assert "program was" in said(result)
+    assert program.read_text().endswith("# read me\n")
 
 
 def test_nothing_to_resume_is_an_error(text: Path, tmp_path: Path) -> None:

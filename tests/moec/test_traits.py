@@ -167,6 +167,66 @@ def a_running_mean() -> Trait:
 
 
 @trait
+def writes_that_nothing_reads() -> Trait:
+    """Counts under no_grad: neither results nor gradients depend on them."""
+
+    class Counted(Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+            self.register_buffer("signs", torch.zeros(2, dtype=torch.int32))
+            self.register_buffer("seen", torch.zeros(WIDTH))
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            positive = (hidden[..., 0] > 0).flatten().long()
+            with torch.no_grad():
+                self.calls.add_(1)
+                self.signs.index_add_(0, positive, torch.ones_like(positive, dtype=torch.int32))
+                self.seen[:3].copy_(hidden.mean((0, 1))[:3])
+            return super().forward(hidden)
+
+    return Trait(two(Counted))
+
+
+@trait
+def gradients_on_inside_of_no_grad() -> Trait:
+    class Nested(Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(WIDTH))
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            with torch.no_grad():
+                gate = self.gate(hidden).sigmoid()
+                with torch.enable_grad():
+                    hidden = super().forward(hidden * gate)
+                self.seen.lerp_(hidden.mean((0, 1)), 0.5)
+            return hidden + self.seen
+
+    return Trait(two(Nested))
+
+
+@trait
+def autocast_switched_off() -> Trait:
+    """Nothing to switch off; a `no_grad` inside of it is kept."""
+
+    class Precise(Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(WIDTH))
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            with torch.autocast("cpu", enabled=False):
+                hidden = super().forward(hidden)
+                with torch.no_grad():
+                    self.seen.add_(hidden.mean((0, 1)))
+                    scale = hidden.square().mean()
+            return hidden * scale + self.seen
+
+    return Trait(two(Precise))
+
+
+@trait
 def buffers_written_in_another_order_than_declared() -> Trait:
     class Two(Layer):
         def __init__(self) -> None:

@@ -189,6 +189,37 @@ def test_a_wrong_gradient_shows_in_half_precision_too(monkeypatch: pytest.Monkey
     assert {c.step for c in report.differences()} == {1, 2, 3}
 
 
+WITH_IMAGES = replace(PLAN, image_tokens=9)
+
+
+@pytest.fixture(scope="module")
+def seeing_model() -> nn.Module:
+    torch.manual_seed(0)
+    return build(replace(SMALL_K3, image_token=259))
+
+
+def test_image_features_are_compared(seeing_model: nn.Module) -> None:
+    report = verify(seeing_model, WITH_IMAGES, steps=2)
+    assert report.equal, str(report)
+
+
+def test_swapped_image_features_are_not_equal(seeing_model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = moec.compile
+
+    def compiled(model: nn.Module, plan: Plan) -> CompiledStep:
+        step = real(model, plan)
+        forward = step.program.forward
+        step.program.forward = lambda state, batch: forward(  # type: ignore[attr-defined]
+            state, batch | {"image_features": batch["image_features"].flip(0)}
+        )
+        return step
+
+    monkeypatch.setattr(step_pair.moec, "compile", compiled)
+    monkeypatch.setattr(verification, "check_passes", lambda *_: [])
+    report = verify(seeing_model, WITH_IMAGES, steps=1)
+    assert [(one.kind, one.name) for one in report.differences()][:1] == [("loss", "lm_loss")]
+
+
 def test_float64_has_tight_bounds() -> None:
     report = verify(SmallModel().double(), PLAN)
     assert report.equal, str(report)

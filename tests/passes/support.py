@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moec.compiler.grad_modes import inline_grad_modes
 from moec.compiler.graph import InputValue, OutputValue, Signature, Unit, op_histogram
 from moec.compiler.pass_manager import Pass, PassContext, Report
 from moec.passes.normalize import Normalize
@@ -32,7 +33,9 @@ def unit_of(module: nn.Module, *args: Any, name: str = "unit", dynamic_shapes: A
         inputs.append(InputValue(kind, str(spec.target or spec.arg.name), grad))
     count = len(exported.graph_module.graph.output_node().args[0])
     outputs = tuple(OutputValue("result", f"result{index}") for index in range(count))
-    return Unit(name, exported.graph_module, Signature(tuple(inputs), outputs))
+    unit = Unit(name, exported.graph_module, Signature(tuple(inputs), outputs))
+    inline_grad_modes(unit.module, [node for node, value in unit.placeholders() if value.requires_grad])
+    return unit
 
 
 def run_unit(unit: Unit, module: nn.Module, args: Sequence[Any]) -> tuple[list[Tensor], dict[str, Tensor | None]]:

@@ -189,6 +189,18 @@ def test_another_plan_is_refused_by_field(tmp_path: Path) -> None:
         load_checkpoint(path, more.state, fingerprint=more.fingerprint)
 
 
+def test_settings_may_change_and_are_named(tmp_path: Path) -> None:
+    step = _trained(tmp_path)
+    before = {"torch": "2.11", "plan": {"optimizer": {"lr": 0.1, "betas": (0.9, 0.95)}}, "steps": 9}
+    after = {"torch": "2.11", "plan": {"optimizer": {"lr": 0.2, "betas": (0.9, 0.95)}, "check": True}, "steps": 9}
+    path = _save(tmp_path / "out", step, settings=before)
+    fresh = toy_step(seed=1)
+    changes = load_checkpoint(path, fresh.state, fingerprint=fresh.fingerprint, settings=after)
+    assert changes == {"plan.check": ("absent", True), "plan.optimizer.lr": (0.1, 0.2)}
+    assert _equal(step.state, fresh.state)
+    assert load_checkpoint(path, fresh.state, fingerprint=fresh.fingerprint, settings=before) == {}
+
+
 def test_a_fingerprint_with_tuples_equals_its_saved_form(tmp_path: Path) -> None:
     step = toy_step(plan={"betas": (0.9, 0.95)})
     load_checkpoint(_save(tmp_path, step), step.state, fingerprint=step.fingerprint)
@@ -219,7 +231,7 @@ def test_manifests_that_cannot_be_read(tmp_path: Path) -> None:
     path = _save(tmp_path, step)
     manifest = json.loads((path / MANIFEST).read_text())
     (path / MANIFEST).write_text(json.dumps(manifest | {"format": 99}))
-    with pytest.raises(CheckpointError, match="the checkpoint has format 99, this version reads 1"):
+    with pytest.raises(CheckpointError, match="the checkpoint has format 99, this version reads 2"):
         load_checkpoint(path, step.state, fingerprint=step.fingerprint)
     (path / MANIFEST).write_text("{")
     with pytest.raises(CheckpointError, match=f"{MANIFEST} is no JSON"):

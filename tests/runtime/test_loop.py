@@ -17,6 +17,7 @@ from torch import Tensor
 
 from moec.compiler.errors import CheckpointError, DataError, MoecError, NonFiniteError, PlanError
 from moec.runtime import StepResult, train
+from moec.runtime.loop import RESUMES
 from moec.runtime.metrics import METRICS, JsonLines, read_metrics
 from tests.runtime.toy import ToyStep, toy_data, toy_step, write_corpus
 
@@ -70,6 +71,20 @@ def test_resume_is_bit_equal(tmp_path: Path, corpus: Path, dtype: torch.dtype, t
     assert summary.checkpoint.name == "step-00000009"
 
 
+def test_a_resume_notes_what_changed(tmp_path: Path, corpus: Path) -> None:
+    train(toy_step(), toy_data(corpus), steps=2, out=tmp_path, console=_quiet())
+    assert not (tmp_path / RESUMES).exists()
+    console = _quiet()
+    train(toy_step(total_steps=50), toy_data(corpus), steps=3, out=tmp_path, resume=True, console=console)
+    train(toy_step(total_steps=50), toy_data(corpus), steps=4, out=tmp_path, resume=True, console=console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert text.count("  steps was 100, now it is 50\n") == 1
+    assert [json.loads(line) for line in (tmp_path / RESUMES).read_text().splitlines()] == [
+        {"step": 2, "checkpoint": "step-00000002", "changed": {"steps": [100, 50]}},
+        {"step": 3, "checkpoint": "step-00000003", "changed": {}},
+    ]
+
+
 def test_a_resume_without_its_random_state_would_be_noticed(tmp_path: Path, corpus: Path) -> None:
     """The toy's dropout makes the equality above depend on the random state."""
     whole = toy_step()
@@ -120,7 +135,7 @@ class Failing:
 
     def __init__(self, inner: ToyStep, bad: int, where: str) -> None:
         self._inner, self._bad, self._where = inner, bad, where
-        self.state, self.fingerprint = inner.state, inner.fingerprint
+        self.state, self.fingerprint, self.settings = inner.state, inner.fingerprint, inner.settings
 
     def __call__(self, batch: Mapping[str, Tensor], /) -> StepResult:
         failing = self.state.step + 1 >= self._bad

@@ -40,6 +40,7 @@ class ToyStep:
         self.model = model
         self.state = StepState.from_module(model)
         self.fingerprint = {"model": "toy", "plan": dict(plan or {"length": 16})}
+        self.settings: dict[str, Any] = {"steps": total_steps}
         self._groups = parameter_groups(self.state)
         self._schedule = Schedule(0.01, warmup_steps=3, total_steps=total_steps)
 

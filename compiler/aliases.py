@@ -20,6 +20,18 @@ def is_mutation(node: fx.Node) -> bool:
     )
 
 
+def written_arguments(node: fx.Node) -> list[fx.Node]:
+    """The values that a call writes in place, whichever of its arguments they are."""
+    if not isinstance(node.target, OpOverload):
+        return []
+    arguments = node.target._schema.arguments
+    given = dict(zip((argument.name for argument in arguments), node.args, strict=False)) | node.kwargs
+    written = [given.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    found: list[fx.Node] = []
+    fx.map_arg(written, found.append)
+    return found
+
+
 class Aliases:
     """Which nodes may share memory: the node each view chain starts from, and everything taken of it."""
 
@@ -27,7 +39,7 @@ class Aliases:
         self._roots: dict[fx.Node, fx.Node] = {}
         self._members: dict[fx.Node, list[fx.Node]] = {}
         for node in graph.nodes:
-            source = _aliased(node)
+            source = shares_memory_with(node)
             root = self._roots.get(source, source) if source is not None else node
             self._roots[node] = root
             self._members.setdefault(root, []).append(node)
@@ -58,13 +70,13 @@ def last_writes(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     return {member: node for node in mutations for member in aliases.members(source_of(node))}
 
 
-def _aliased(node: fx.Node) -> fx.Node | None:
+def shares_memory_with(node: fx.Node) -> fx.Node | None:
     """The node whose memory a view, an in-place op or a part of a split may share."""
     if node.op != "call_function" or not node.args:
         return None
     first = node.args[0]
     if node.target is operator.getitem:
-        return first if isinstance(first, fx.Node) and _aliased(first) is not None else None
+        return first if isinstance(first, fx.Node) and shares_memory_with(first) is not None else None
     if not isinstance(node.target, OpOverload) or not isinstance(first, fx.Node):
         return None
     returns = node.target._schema.returns
