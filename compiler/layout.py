@@ -21,6 +21,8 @@ from typing import Any, Literal, Self
 
 import torch
 
+from moec.compiler.plan import MeshPlan
+
 Role = Literal["dense", "experts"]
 ALIGNMENT = 16
 GRADIENT_ALIGNMENT = 4
@@ -157,6 +159,18 @@ def rows_held(size: int, ranks: int, rank: int) -> range:
     """The rows of a dimension that a rank holds, without padding; late ranks may have none."""
     rows = rows_per_rank(size, ranks)
     return range(min(rank * rows, size), min((rank + 1) * rows, size))
+
+
+def rows_of_rank(role: Role, size: int, mesh: MeshPlan, rank: int) -> range:
+    """The rows of a weight of `size` rows in all that rank `rank` of a mesh holds.
+
+    Experts are cut by ep_index = rank % ep first, and each part by edp_index = rank // ep.
+    """
+    if role == "dense":
+        return rows_held(size, mesh.world, rank)
+    part = rows_held(size, mesh.ep, rank % mesh.ep)
+    inner = rows_held(len(part), mesh.edp, rank // mesh.ep)
+    return range(part.start + inner.start, part.start + inner.stop)
 
 
 def _aligned(position: int, alignment: int) -> int:

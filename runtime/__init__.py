@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from moec.runtime.program import load_constants, load_program
     from moec.runtime.protocol import Batches, OptimizerStep, StepResult
     from moec.runtime.schedule import Schedule
+    from moec.runtime.sharded_state import ShardedState
     from moec.runtime.sources import Sources, find_text
     from moec.runtime.state import StepState
     from moec.runtime.step import TrainStep
@@ -32,6 +33,7 @@ _HOME = {
     "FileTokenizer": "tokenizer",
     "PackedText": "data",
     "Schedule": "schedule",
+    "ShardedState": "sharded_state",
     "Sources": "sources",
     "StepResult": "protocol",
     "StepState": "state",
@@ -60,6 +62,7 @@ __all__ = [
     "OptimizerStep",
     "PackedText",
     "Schedule",
+    "ShardedState",
     "Sources",
     "StepResult",
     "StepState",

@@ -19,6 +19,37 @@ import torch
 from torch import Tensor, nn
 
 from moec.compiler.errors import ArtifactError, UnsupportedModelError
+from moec.compiler.fake import is_fake
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """What a model is made of; the fields are those of `StepState`."""
+
+    weights: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    trainable: tuple[str, ...]
+    without_gradient: tuple[str, ...]
+    aliases: dict[str, str]
+    derived_buffers: frozenset[str]
+
+    @classmethod
+    def of(cls, module: nn.Module, without_gradient: Iterable[str] = ()) -> Inventory:
+        """The tensors of a module, which may have no data; see `StepState.from_module`."""
+        weights = dict[str, Tensor](module.named_parameters(remove_duplicate=False))
+        buffers = dict(module.named_buffers(remove_duplicate=False))
+        aliases = _aliases(weights) | _aliases(buffers)
+        left_out = tuple(without_gradient)
+        _check_left_out(weights, left_out)
+        skipped = {aliases.get(path, path) for path in left_out}
+        trainable = tuple(
+            path
+            for path, weight in weights.items()
+            if weight.requires_grad and path not in aliases and path not in skipped
+        )
+        saved = set(module.state_dict())
+        derived = frozenset(path for path in buffers if path not in saved)
+        return cls(weights, buffers, trainable, left_out, aliases, derived)
 
 
 @dataclass
@@ -72,27 +103,10 @@ class StepState:
         parameter is an error. Frozen parameters (requires_grad=False) are weights that nothing changes.
         Raises UnsupportedModelError for parameters without data, and for different trainable ones that share memory.
         """
-        weights = dict(module.named_parameters(remove_duplicate=False))
-        buffers = dict(module.named_buffers(remove_duplicate=False))
-        aliases = _aliases(weights) | _aliases(buffers)
-        left_out = tuple(without_gradient)
-        _check_weights(weights, left_out)
-        skipped = {aliases.get(path, path) for path in left_out}
-        trainable = tuple(
-            path
-            for path, weight in weights.items()
-            if weight.requires_grad and path not in aliases and path not in skipped
-        )
-        _check_memory({path: weights[path] for path in trainable})
-        saved = set(module.state_dict())
-        return cls(
-            weights=dict[str, Tensor](weights),
-            buffers=buffers,
-            trainable=trainable,
-            without_gradient=left_out,
-            aliases=aliases,
-            derived_buffers=frozenset(path for path in buffers if path not in saved),
-        )
+        inventory = Inventory.of(module, without_gradient)
+        check_weights_have_data(inventory)
+        check_memory_is_apart(inventory)
+        return cls(**vars(inventory))
 
     def owner(self, path: str) -> str:
         """The path under which a weight's gradient and moments are kept: itself, or the first of its tied names."""
@@ -134,13 +148,16 @@ class StepState:
         """Weights and buffers below a module path, by relative name; "" gives all of them."""
         if path not in self._scopes:
             prefix = f"{path}." if path else ""
-            everything = {**self.weights, **self.buffers}
             self._scopes[path] = {
                 name.removeprefix(prefix): tensor.detach()
-                for name, tensor in everything.items()
+                for name, tensor in self._readable().items()
                 if name.startswith(prefix)
             }
         return self._scopes[path]
+
+    def _readable(self) -> dict[str, Tensor]:
+        """What `scope` gives, by full path."""
+        return {**self.weights, **self.buffers}
 
     def follow_weights(self) -> None:
         """Notice what the caller did to the weights since the last step: moved them, or wrote new values.
@@ -153,14 +170,18 @@ class StepState:
             self._scopes.clear()
             self._where = where
         for path, master in self.masters.items():
-            written = self._versions.get(path, self.weights[path]._version) != self.weights[path]._version
-            if written or path in moved:
+            version = self._version(path)
+            if self._versions.get(path, version) != version or path in moved:
                 with torch.no_grad():
                     master.copy_(self.weights[path])
 
     def note_weights(self) -> None:
         """The weights are as the step left them; what changes from here on is the caller's doing."""
-        self._versions = {path: self.weights[path]._version for path in self.masters}
+        self._versions = {path: self._version(path) for path in self.masters}
+
+    def _version(self, path: str) -> int:
+        """A number that grows with every write to a weight."""
+        return self.weights[path]._version
 
     def clear_gradients(self) -> None:
         """Forget all sums; called before the first microbatch of a step."""
@@ -204,27 +225,31 @@ def _aliases(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return {path: owner for path, owner in owners.items() if path != owner}
 
 
-def _check_weights(weights: Mapping[str, Tensor], left_out: tuple[str, ...]) -> None:
+def _check_left_out(weights: Mapping[str, Tensor], left_out: tuple[str, ...]) -> None:
     unknown = [path for path in left_out if path not in weights]
     if unknown:
         raise UnsupportedModelError(
             f"{', '.join(unknown)} is listed as without gradient, but is no parameter of the model",
             hint="list parameter paths as model.named_parameters() gives them",
         )
-    for path, weight in weights.items():
-        if weight.is_meta:
+
+
+def check_weights_have_data(inventory: Inventory) -> None:
+    """Raise UnsupportedModelError for a parameter without values."""
+    for path, weight in inventory.weights.items():
+        if is_fake(weight):
             raise UnsupportedModelError(
                 f"parameter {path} has no data",
-                why="it is on the meta device",
+                why="it is on the meta device" if weight.is_meta else "it is a fake tensor",
                 hint="load or initialise the weights before training; compiling alone needs none",
             )
 
 
-def _check_memory(weights: Mapping[str, Tensor]) -> None:
-    """Two parameters over one memory would be updated twice, each with its own moments."""
+def check_memory_is_apart(inventory: Inventory) -> None:
+    """Two parameters over one memory would be updated twice, each with its own moments: UnsupportedModelError."""
     spans = sorted(
         (str(weight.device), weight.data_ptr(), weight.data_ptr() + _extent(weight), path)
-        for path, weight in weights.items()
+        for path, weight in ((path, inventory.weights[path]) for path in inventory.trainable)
         if weight.numel()
     )
     for (device, _, end, path), (other_device, start, _, other) in pairwise(spans):
