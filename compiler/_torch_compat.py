@@ -20,6 +20,10 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._functorch.partitioners import default_partition
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed.distributed_c10d import _get_default_store as default_store
+from torch.distributed.distributed_c10d import _register_process_group as register_process_group
+from torch.distributed.distributed_c10d import _set_pg_timeout as set_process_group_timeout
+from torch.distributed.distributed_c10d import _unregister_process_group as unregister_process_group
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
@@ -45,11 +49,15 @@ __all__ = [
     "aot_export_joint_with_descriptors",
     "autocast_is_enabled",
     "default_partition",
+    "default_store",
     "enable_python_dispatcher",
     "make_fx",
     "parse_schema",
     "pytree",
+    "register_process_group",
     "set_grad_enabled_op",
+    "set_process_group_timeout",
+    "unregister_process_group",
     "unset_fake_temporarily",
 ]
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from moec.compiler import _torch_compat as compat
@@ -144,6 +146,43 @@ def probe_autocast() -> bool:
     return compat.autocast_is_enabled(on) and not compat.autocast_is_enabled(off)
 
 
+@contextmanager
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def probe_default_store() -> bool:
+    with one_rank():
+        compat.default_store().set("probe", "1")
+        return compat.default_store().clone().get("probe") == b"1"
+
+
+def probe_group_names() -> bool:
+    def total() -> list[float]:
+        result = torch.ops._c10d_functional.all_reduce(torch.ones(2), "sum", "probe")
+        return torch.ops._c10d_functional.wait_tensor(result).tolist()
+
+    with one_rank():
+        compat.register_process_group("probe", dist.new_group([0]))
+        found = total()
+        compat.unregister_process_group("probe")
+        with pytest.raises(RuntimeError, match="probe"):
+            total()
+    return found == [1.0, 1.0]
+
+
+def probe_group_timeout() -> bool:
+    with one_rank():
+        group = dist.new_group([0], timeout=timedelta(seconds=60))
+        compat.set_process_group_timeout(timedelta(seconds=5), group)
+        options = group._get_backend(torch.device("cpu")).options
+        return options._timeout == timedelta(seconds=5)
+
+
 PROBES: dict[str, Callable[[], bool]] = {
     "AOTInput": lambda: issubclass(compat.PlainAOTInput, compat.AOTInput),
     "AOTOutput": lambda: issubclass(compat.PlainAOTOutput, compat.AOTOutput),
@@ -163,11 +202,15 @@ PROBES: dict[str, Callable[[], bool]] = {
     "aot_export_joint_with_descriptors": probe_inputs,
     "autocast_is_enabled": probe_autocast,
     "default_partition": probe_aot_autograd,
+    "default_store": probe_default_store,
     "enable_python_dispatcher": probe_python_dispatcher,
     "make_fx": probe_make_fx,
     "parse_schema": probe_schema,
     "pytree": probe_pytree,
+    "register_process_group": probe_group_names,
     "set_grad_enabled_op": probe_set_grad_enabled,
+    "set_process_group_timeout": probe_group_timeout,
+    "unregister_process_group": probe_group_names,
     "unset_fake_temporarily": probe_unset_fake,
 }
 

@@ -292,10 +292,6 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "sum": (lambda: f.all_to_all_single(torch.ones(3), [1, 1], [1, 1], "exchange"), "do not add up to the 3 rows"),
     "splits": (lambda: f.all_to_all_single(torch.ones(3), [3], [3], "exchange"), "1 and 1 split sizes for 2 ranks"),
     "in place": (lambda: f.all_reduce_(torch.ones(3), "sum", "control"), "is not simulated"),
-    "autograd": (
-        lambda: torch.ops._c10d_functional_autograd.all_gather_into_tensor(torch.ones(3), 2, "gather"),
-        "is not simulated",
-    ),
     "early": (lambda: f.all_reduce(torch.ones(3), "sum", "control") + 1, "in aten.add.Tensor before wait_tensor"),
 }
 
