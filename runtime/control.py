@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+
+from moec.compiler.errors import MoecError, RankError
+from moec.runtime.ranks import Ranks
 
 _functional = torch.ops._c10d_functional
 
@@ -29,3 +35,23 @@ def gathered_texts(text: str, world: int, device: torch.device) -> list[str]:
         return [""] * world
     values = gathered(torch.frombuffer(bytearray(padded), dtype=torch.uint8).to(device), world).cpu()
     return [bytes(row[:size].tolist()).decode() for row, size in zip(values, sizes, strict=True)]
+
+
+def first_rank_decides(decide: Callable[[], str], ranks: Ranks, device: torch.device) -> str:
+    """What `decide()` returns on rank 0, on all ranks; a MoecError of it is raised on all."""
+    if ranks.world == 1:
+        return decide()
+    text, refusal = "", None
+    if ranks.is_first:
+        try:
+            text = decide()
+        except MoecError as error:
+            refusal = error
+    fields = [text, *((refusal.what, refusal.where, refusal.why, refusal.hint) if refusal else ())]
+    text, *problem = json.loads(gathered_texts(json.dumps(fields), ranks.world, device)[0])
+    if refusal is not None:
+        raise refusal
+    if problem:
+        what, where, why, hint = problem
+        raise RankError(f"rank 0 stopped: {what}", where=where, why=why, hint=hint)
+    return text

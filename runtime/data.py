@@ -3,11 +3,14 @@
 1. One file is one document: its begin token, its tokens, its end token.
 2. Each epoch reads every document once, in an order drawn from (seed, epoch) alone.
 3. The tokens of all documents in that order are cut into rows of `length` without a gap; epochs follow one another
-   without a gap too. Row r of microbatch a of batch n is row (n * A + a) * B + r of that stream.
+   without a gap too. Row b of rank r in microbatch a of batch n is row ((n * A + a) * ranks + r) * B + b of that
+   stream: a step of the optimizer reads the same rows, however they are dealt to microbatches and ranks. Every rank
+   reads and tokenizes the whole stream, and keeps its rows.
 4. A file is read and tokenized in parts of at most 1 MiB, cut behind a line end where there is one, so that memory
    does not grow with the size of the text.
 
-The position is (epoch, document, byte of the part, token in the part); going on from it gives the same batches.
+The position is (epoch, document, byte of the part, token in the part), and the same on every rank; going on from it
+gives the same batches, and the same rows on another number of ranks.
 """
 
 from __future__ import annotations
@@ -43,6 +46,7 @@ class PackedText:
     A batch holds "input_ids", "labels" and "document_ids", int64 [A, B, T], or [B, T] when accumulation is 1.
     Labels are unshifted; the first token of each document, and of each row, is IGNORED (-100).
 
+    batch: rows per microbatch and rank. ranks, rank: how many ranks the rows are dealt to, and which one this is.
     packing=False leaves "document_ids" out, for models that cannot keep documents apart: the rows are the same, but a
     model then sees each row as one document.
     vocabulary: the model's, checked against the tokenizer's. shuffle=False keeps the order of `find_text`.
@@ -61,6 +65,8 @@ class PackedText:
         packing: bool = True,
         shuffle: bool = True,
         seed: int = 0,
+        ranks: int = 1,
+        rank: int = 0,
     ) -> None:
         self.tokenizer: Tokenizer = tokenizer or ByteTokenizer()
         _check_sizes(batch, length, accumulation)
@@ -69,6 +75,7 @@ class PackedText:
         self.packing = packing
         self._shape = (accumulation, batch) if accumulation > 1 else (batch,)
         self._length = length
+        self._ranks, self._rank = ranks, rank
         self._shuffle, self._seed = shuffle, seed
         self._position = _Position()
         self._order = self._draw_order(0)
@@ -87,7 +94,7 @@ class PackedText:
         return self
 
     def __next__(self) -> dict[str, Tensor]:
-        rows = [self._row() for _ in range(math.prod(self._shape))]
+        rows = self._own_rows()
         batch = {
             "input_ids": self._stack([row.tokens for row in rows]),
             "labels": self._stack([row.labels for row in rows]),
@@ -121,6 +128,14 @@ class PackedText:
             "shuffle": self._shuffle,
             "seed": self._seed,
         }
+
+    def _own_rows(self) -> list[Row]:
+        size, rows = self._shape[-1], []
+        for number in range(self._ranks * math.prod(self._shape)):
+            row = self._row()
+            if number // size % self._ranks == self._rank:
+                rows.append(row)
+        return rows
 
     def _row(self) -> Row:
         pieces: list[Tokens] = []

@@ -16,6 +16,7 @@ move such weights as bytes.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any, ClassVar, cast
@@ -35,6 +36,7 @@ from moec.compiler.plan import MeshPlan
 from moec.runtime.bulletin import Bulletin
 from moec.runtime.differences import first_difference, versions
 from moec.runtime.ranks import Ranks
+from moec.runtime.watch import Watch
 
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
@@ -42,13 +44,13 @@ _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 class _Connected:
     """What this process is connected by.
 
-    world: torch's default group at the time. count: calls of `connect`. built: every group so far, by role, ranks and
-    backend; torch names a group by its ranks, so building one again would find what is left of the first.
-    roles: those that are registered.
+    world: torch's default group at the time. count, watches: calls of `connect` and of `watch_of`. roles: those that
+    are registered. built: every group so far, by role, ranks and backend; torch names a group by its ranks, so
+    building one again would find what is left of the first.
     """
 
     world: dist.ProcessGroup | None = None
-    count = 0
+    count = watches = 0
     built: ClassVar[dict[tuple[str, tuple[int, ...], str], dist.ProcessGroup]] = {}
     roles: ClassVar[list[str]] = []
 
@@ -116,6 +118,15 @@ def disconnect() -> None:
         _Connected.built.clear()
         _Connected.world = dist.group.WORLD if dist.is_initialized() else None
     _Connected.roles.clear()
+
+
+def watch_of(ranks: Ranks, seconds: float, way_back: Callable[[], str]) -> Watch | None:
+    """A watch of the connected ranks, to be given to `watched`; all ranks ask for it together. None without any."""
+    if not _Connected.roles:
+        return None
+    _Connected.watches += 1
+    topic = f"moec/watch/{_Connected.watches}"
+    return Watch(default_store(), topic, ranks.rank, ranks.world, seconds, way_back=way_back)
 
 
 def _build(

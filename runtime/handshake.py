@@ -31,7 +31,7 @@ def agreement(
     plan: nested values. program: the text that runs. collectives: (op, role, dtype, elements) in program order.
     """
     weights = [
-        f"{path}: {weight.dtype}, {'trained' if path in state.exp_avg else 'not trained'}"
+        f"{path}: {weight.dtype} {list(state.whole_shape(path))}, {'' if path in state.exp_avg else 'not '}trained"
         for path, weight in state.weights.items()
     ]
     return {

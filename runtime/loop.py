@@ -4,6 +4,9 @@ A run's folder holds `metrics.jsonl`, `checkpoints/`, `resumes.jsonl` once it wa
 for. For steps start+1 .. steps:
 1. take a batch; 2. run the step; 3. stop when the loss is not finite; 4. write the metrics; 5. save a checkpoint every
 `checkpoint_every` steps and after the last one.
+
+On several ranks all call `train` together; rank 0 decides where the run starts, prints, and writes everything but the
+shards of checkpoints. When a rank dies, the others stop and name it, and the last checkpoint.
 """
 
 from __future__ import annotations
@@ -19,10 +22,14 @@ from pathlib import Path
 from rich.console import Console
 
 from moec.compiler.errors import CheckpointError, NonFiniteError, PlanError
+from moec.runtime import random_state
 from moec.runtime.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from moec.runtime.control import first_rank_decides
 from moec.runtime.metrics import METRICS, JsonLines, Sink, TensorBoard
 from moec.runtime.progress import TrainingProgress
 from moec.runtime.protocol import Batches, OptimizerStep, StepResult
+from moec.runtime.ranks import Ranks
+from moec.runtime.watch import Watch, watched
 
 CHECKPOINTS = "checkpoints"
 RESUMES = "resumes.jsonl"
@@ -56,28 +63,47 @@ def train(
     tensorboard: bool = False,
     on_step: Callable[[int, StepResult], None] | None = None,
     console: Console | None = None,
+    ranks: Ranks | None = None,
+    rank_seconds: float = 30.0,
 ) -> TrainSummary:
     """Train until `steps` optimizer steps are completed, those before a resume included.
 
     resume: go on from the last checkpoint in `out`, or from the beginning if the run was stopped before its first.
     checkpoint_every: steps between checkpoints, 0 for one at the end only. keep: how many stay.
-    on_step: called after each step with the number of completed steps and the result.
+    on_step: called after each step with the number of completed steps and the result, on every rank.
+    ranks: which one this is of several. rank_seconds: how long a rank may be silent before it counts as dead.
 
     Raises CheckpointError when `out` holds a run and `resume` is not set, or when there is nothing to resume, and
     NonFiniteError when loss or gradients are not finite; it names the last good checkpoint. Gradients are checked
     before the update, so the weights are those of the step before; a loss that is not finite although its gradients
-    are is found after the update.
+    are is found after the update. RankError when another rank has died or raised.
     """
     if steps < 1:
         raise PlanError(f"steps is {steps}", hint="train for at least one step")
-    run = _Run(step, data, Path(out), keep, console or Console())
+    ranks = ranks or Ranks()
+    printed = (console or Console()) if ranks.is_first else Console(quiet=True)
+    run = _Run(step, data, Path(out), keep, printed, ranks)
+    with watched(_watch(run, rank_seconds)):
+        return _train(run, steps, resume, checkpoint_every, tensorboard, on_step)
+
+
+def _train(
+    run: _Run,
+    steps: int,
+    resume: bool,
+    checkpoint_every: int,
+    tensorboard: bool,
+    on_step: Callable[[int, StepResult], None] | None,
+) -> TrainSummary:
     start = run.resume() if resume else run.start()
-    run.console.print(data.describe(), highlight=False, markup=False, soft_wrap=True)
+    run.console.print(run.data.describe(), highlight=False, markup=False, soft_wrap=True)
     losses: list[float] = []
     tokens, began = 0, time.perf_counter()
     with ExitStack() as stack:
-        sinks: list[Sink] = [stack.enter_context(closing(JsonLines(run.out, start)))]
-        if tensorboard:
+        sinks: list[Sink] = []
+        if run.ranks.is_first:
+            sinks.append(stack.enter_context(closing(JsonLines(run.out, start))))
+        if run.ranks.is_first and tensorboard:
             sinks.append(stack.enter_context(closing(TensorBoard(run.out, start))))
         progress = stack.enter_context(TrainingProgress(run.console, start, steps))
         for number in range(start + 1, steps + 1):
@@ -93,7 +119,7 @@ def train(
                 run.save()
     return TrainSummary(
         first_step=start,
-        last_step=step.state.step,
+        last_step=run.compiled.state.step,
         losses=tuple(losses),
         tokens=tokens,
         seconds=time.perf_counter() - began,
@@ -110,6 +136,7 @@ class _Run:
     out: Path
     keep: int
     console: Console
+    ranks: Ranks
 
     @property
     def checkpoints(self) -> Path:
@@ -117,22 +144,27 @@ class _Run:
 
     def start(self) -> int:
         """Make the folder of a new run; returns the completed steps."""
+        self._first_decides(self._make_folder)
+        self._separate_streams()
+        return self.compiled.state.step
+
+    def _make_folder(self) -> str:
         if (self.out / METRICS).exists() or latest_checkpoint(self.checkpoints) is not None:
             raise CheckpointError(
                 f"{self.out} already holds a run",
                 hint="resume it (--resume), or train into another folder",
             )
         self.out.mkdir(parents=True, exist_ok=True)
-        return self.compiled.state.step
+        return ""
 
     def resume(self) -> int:
         """Load the last checkpoint; returns the completed steps."""
-        if not self.out.is_dir():
-            raise CheckpointError(f"there is no run in {self.out} to resume", hint="check the folder given as out")
-        latest = latest_checkpoint(self.checkpoints)
-        if latest is None:
+        name = self._first_decides(self._last_name)
+        if not name:
             self._say(f"no checkpoint in {self.out} yet, starting from the beginning")
+            self._separate_streams()
             return self.compiled.state.step
+        latest = self.checkpoints / name
         changes = load_checkpoint(
             latest,
             self.compiled.state,
@@ -144,9 +176,23 @@ class _Run:
         for name, (before, now) in changes.items():
             self._say(f"  {name} was {before}, now it is {now}")
         step = self.compiled.state.step
-        with (self.out / RESUMES).open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps({"step": step, "checkpoint": latest.name, "changed": changes}) + "\n")
+        if self.ranks.is_first:
+            with (self.out / RESUMES).open("a", encoding="utf-8") as stream:
+                stream.write(json.dumps({"step": step, "checkpoint": latest.name, "changed": changes}) + "\n")
         return step
+
+    def _last_name(self) -> str:
+        if not self.out.is_dir():
+            raise CheckpointError(f"there is no run in {self.out} to resume", hint="check the folder given as out")
+        latest = latest_checkpoint(self.checkpoints)
+        return latest.name if latest is not None else ""
+
+    def _first_decides(self, decide: Callable[[], str]) -> str:
+        return first_rank_decides(decide, self.ranks, self.compiled.state.device)
+
+    def _separate_streams(self) -> None:
+        if self.ranks.world > 1:
+            random_state.separate(self.ranks.rank)
 
     def step(self, number: int) -> tuple[dict[str, float], StepResult]:
         """Run one step; returns its record for the metrics and its result."""
@@ -191,6 +237,17 @@ class _Run:
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def _way_back(self) -> str:
+        return f"{self.last_good()}; resume from it with other data, or start a new run with a lower learning rate"
+
+    def last_good(self) -> str:
+        """What there is to go back to, in words."""
         latest = latest_checkpoint(self.checkpoints)
-        found = f"the last good checkpoint is {latest}" if latest else "there is no checkpoint yet"
-        return f"{found}; resume from it with other data, or start a new run with a lower learning rate"
+        return f"the last good checkpoint is {latest}" if latest else "there is no checkpoint yet"
+
+
+def _watch(run: _Run, seconds: float) -> Watch | None:
+    if run.ranks.world == 1:
+        return None
+    from moec.runtime.groups import watch_of  # loads torch.distributed, which one rank does not need
+
+    return watch_of(run.ranks, seconds, lambda: f"{run.last_good()}; start all ranks again and resume")

@@ -7,6 +7,9 @@
 
 NaN policy: `clip_gradients` raises NonFiniteError when the global norm is not finite, before anything is scaled or
 updated, so the weights, the masters and the moments are those of the last good step. It waits for the device once.
+
+On several ranks each gradient element lives on one of them. The norm is over all elements: every rank sends the sum of
+its squares, in float64, and gets the same total, so all scale by the same factor, or all raise the same error.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
 
 from moec.compiler.errors import NonFiniteError
+from moec.runtime.control import gathered, summed
 from moec.runtime.state import StepState
 
 _FUSED_DEVICES = ("cpu", "cuda")
@@ -33,10 +37,12 @@ def clip_gradients(state: StepState, max_norm: float | None) -> Tensor:
     The formula is that of `torch.nn.utils.clip_grad_norm_`. max_norm=None only measures. With no gradient the norm is
     0. Raises NonFiniteError naming the step and the first parameters whose gradients hold NaN or infinity.
     """
-    gradients = list(state.gradients.values())
-    if not gradients:
+    if state.world > 1:
+        norm = _norm_over_ranks(state)
+    elif state.gradients:
+        norm = torch.nn.utils.get_total_norm(list(state.gradients.values()))
+    else:
         return torch.zeros(())
-    norm = torch.nn.utils.get_total_norm(gradients)
     if not torch.isfinite(norm):
         raise _non_finite(state, norm)
     if max_norm is not None:
@@ -124,8 +130,17 @@ def _by_device_and_dtype(tensors: Mapping[str, Tensor]) -> dict[tuple[torch.devi
     return groups
 
 
+def _norm_over_ranks(state: StepState) -> Tensor:
+    gradients = [gradient for gradient in state.gradients.values() if gradient.numel()]
+    own = torch.zeros((), dtype=torch.float64, device=state.device)
+    if gradients:
+        own = torch.stack(torch._foreach_norm(gradients)).double().square().sum()
+    dtypes = {moment.dtype for moment in state.exp_avg.values()}
+    return summed(own).sqrt().to(torch.float64 if torch.float64 in dtypes else torch.float32)
+
+
 def _non_finite(state: StepState, norm: Tensor) -> NonFiniteError:
-    bad = [path for path, gradient in state.gradients.items() if not torch.isfinite(gradient).all()]
+    bad = _non_finite_paths(state)
     named = ", ".join(bad[:_NAMED_PATHS]) + (f" and {len(bad) - _NAMED_PATHS} more" if len(bad) > _NAMED_PATHS else "")
     return NonFiniteError(
         f"step {state.step + 1}: the global gradient norm is {float(norm)}; no weight was changed",
@@ -133,3 +148,17 @@ def _non_finite(state: StepState, norm: Tensor) -> NonFiniteError:
         why="NaN or infinity came out of forward or backward" if bad else "the gradients are too large for float32",
         hint="look at this batch, resume from the last checkpoint, or start again with a lower learning rate",
     )
+
+
+def _non_finite_paths(state: StepState) -> list[str]:
+    """Parameters whose gradients hold NaN or infinity, with the ranks that hold those elements if there are several."""
+    bad = [path for path, gradient in state.gradients.items() if not torch.isfinite(gradient).all()]
+    if state.world == 1:
+        return bad
+    own = torch.tensor([path in bad for path in state.trainable], dtype=torch.uint8, device=state.device)
+    flags = gathered(own, state.world).tolist()
+    named = []
+    for path, column in zip(state.trainable, zip(*flags, strict=True), strict=True):
+        ranks = [str(rank) for rank, flag in enumerate(column) if flag]
+        named += [f"{path} (rank{'s' if ranks[1:] else ''} {', '.join(ranks)})"] if ranks else []
+    return named

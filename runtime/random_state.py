@@ -1,7 +1,11 @@
-"""The random generators a run draws from, as JSON values: Python, numpy, torch on the CPU and on the current GPU."""
+"""The random generators a run draws from, as JSON values: Python, numpy, torch on the CPU and on the current GPU.
+
+On several ranks each draws from streams of its own, or dropout would leave out the same elements of every rank's rows.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import random
 from typing import Any
 
@@ -33,6 +37,15 @@ def restore(states: dict[str, Any]) -> None:
     torch.set_rng_state(_from_text(states["torch"]))
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(_from_text(states["cuda"]))
+
+
+def separate(rank: int, step: int = 0) -> None:
+    """Give all generators streams that belong to (seed of torch so far, rank, completed steps) alone."""
+    text = f"{torch.initial_seed()}:{rank}:{step}"
+    seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest())
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
 
 
 def _to_text(state: Tensor) -> str:

@@ -124,6 +124,16 @@ class ShardedState(StepState):
             flats=flats,
         )
 
+    @property
+    def world(self) -> int:
+        """See `StepState.world`."""
+        return self.mesh.world
+
+    def whole_shape(self, path: str) -> tuple[int, ...]:
+        """See `StepState.whole_shape`."""
+        owner = self.owner(path)
+        return self.shards[owner].shape if owner in self.shards else super().whole_shape(path)
+
     def shard(self, bucket: str) -> Tensor:
         """What this rank gives to an all-gather of a bucket: uint8 [nbytes], the memory of the weights themselves."""
         return self.flats[bucket]

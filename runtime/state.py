@@ -108,6 +108,20 @@ class StepState:
         check_memory_is_apart(inventory)
         return cls(**vars(inventory))
 
+    @property
+    def world(self) -> int:
+        """Number of ranks that share the weights."""
+        return 1
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are, and where small exchanges between ranks run."""
+        return next(iter(self.weights.values())).device
+
+    def whole_shape(self, path: str) -> tuple[int, ...]:
+        """Shape of a weight, of which several ranks hold a part each."""
+        return tuple(self.weights[path].shape)
+
     def owner(self, path: str) -> str:
         """The path under which a weight's gradient and moments are kept: itself, or the first of its tied names."""
         return self.aliases.get(path, path)

@@ -2,6 +2,9 @@
 
 One call is one optimizer step. The batch is checked on the way in (shape, dtype, ranges, document starts), the number
 of valid tokens of the whole step is counted, and the program's `step` runs every microbatch and the update.
+
+On several ranks each has rows of its own, and all call together. Before the first call they compare what they are about
+to run. Valid tokens are counted over all ranks and results summed over them, so every rank returns the same loss.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -17,10 +21,12 @@ import torch
 from torch import Tensor
 
 from moec.compiler.autocast import refuse_autocast_around
-from moec.compiler.errors import NonFiniteError
+from moec.compiler.errors import BatchError, NonFiniteError
 from moec.compiler.plan import Plan
 from moec.runtime import identity
 from moec.runtime.batch import IGNORED, BatchRules
+from moec.runtime.control import gathered_texts, summed
+from moec.runtime.handshake import agreement, shake_hands
 from moec.runtime.protocol import StepResult
 from moec.runtime.schedule import Schedule
 from moec.runtime.state import StepState
@@ -49,6 +55,7 @@ class TrainStep:
 
     def __post_init__(self) -> None:
         self._rules = BatchRules(self.plan, self.vocabulary, self.images)
+        self._world, self._met = self.plan.mesh.world, False
 
     def __call__(
         self,
@@ -63,8 +70,8 @@ class TrainStep:
             given = {"input_ids": batch, "labels": labels, "document_ids": document_ids}
             batch = {name: value for name, value in given.items() if value is not None}
         refuse_autocast_around("the step", self.program.DEVICE)
-        checked = self._rules.checked(batch)
-        valid = int((checked["labels"][..., 1:] != IGNORED).sum())
+        self._meet()
+        checked, valid = self._checked(batch)
         if valid == 0:
             warnings.warn("no label of this batch is valid: the loss is 0 and no gradient flows", stacklevel=2)
         rate = self.learning_rate() if lr is None else lr
@@ -76,6 +83,7 @@ class TrainStep:
         except NonFiniteError as error:
             site = first_non_finite(self.program, self.state, microbatches)
             raise NonFiniteError(error.what, where=f"{error.where}: {site}", why=error.why, hint=error.hint) from error
+        totals = self._summed(totals)
         loss = totals["lm_loss"]
         self.state.note_weights()
         self.state.step += 1
@@ -83,7 +91,7 @@ class TrainStep:
             name: value for name, value in totals.items() if name not in ("lm_loss", "objective")
         }
         metrics["lr"] = rate
-        return StepResult(loss, norm, checked["input_ids"].numel(), metrics)
+        return StepResult(loss, norm, checked["input_ids"].numel() * self._world, metrics)
 
     @property
     def fingerprint(self) -> dict[str, Any]:
@@ -104,17 +112,17 @@ class TrainStep:
         return schedule(self.state.step)
 
     def loss(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Results of the forward alone, summed over the microbatches; changes nothing."""
+        """Results of the forward alone, summed over the microbatches and ranks; changes nothing."""
         totals: dict[str, Tensor] = {}
         with torch.no_grad(), self._buffers_kept():
             for microbatch in self._prepared(batch):
                 results, _ = self.program.forward(self.state, microbatch)
                 for name, value in results.items():
                     totals[name] = totals[name] + value if name in totals else value
-        return totals
+        return self._summed(totals)
 
     def gradients(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Weight path -> gradient of the objective over the batch; changes nothing."""
+        """Weight path -> gradient of the objective over the batch; on several ranks this one's rows. No change."""
         self.state.clear_gradients()
         with torch.no_grad(), self._buffers_kept():
             for microbatch in self._prepared(batch):
@@ -136,9 +144,49 @@ class TrainStep:
 
     def _prepared(self, batch: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
         refuse_autocast_around("the step", self.program.DEVICE)
+        self._meet()
         self.state.follow_weights()
-        checked = self._rules.checked(batch)
-        return self._microbatches(checked, int((checked["labels"][..., 1:] != IGNORED).sum()))
+        return self._microbatches(*self._checked(batch))
+
+    def _meet(self) -> None:
+        """Before anything runs on several ranks: they have to be about to run the same."""
+        if self._world == 1 or self._met:
+            return
+        text = Path(str(self.program.__file__)).read_text()
+        collectives = getattr(self.program, "COLLECTIVES", ())
+        shake_hands(agreement(self.plan.to_dict(), text, collectives, self.state), self._world, self.program.DEVICE)
+        self._met = True
+
+    def _checked(self, batch: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], int]:
+        """The batch in its checked form, and the number of valid tokens of all microbatches and ranks.
+
+        A batch that one rank refuses is a BatchError on all, so that none waits for it.
+        """
+        if self._world == 1:
+            checked = self._rules.checked(batch)
+            return checked, _valid_tokens(checked)
+        refusal: BatchError | None = None
+        try:
+            checked = self._rules.checked(batch)
+        except BatchError as error:
+            refusal, checked = error, {}
+        device = self.program.DEVICE
+        own = [0 if refusal else _valid_tokens(checked), int(refusal is not None)]
+        valid, refused = summed(torch.tensor(own, dtype=torch.int64, device=device)).tolist()
+        if refused:
+            whats = gathered_texts(refusal.what if refusal else "", self._world, device)
+            if refusal is not None:
+                raise refusal
+            rank, what = next((rank, what) for rank, what in enumerate(whats) if what)
+            raise BatchError(f"rank {rank} refuses its batch: {what}", hint="the error of that rank says more")
+        return checked, valid
+
+    def _summed(self, totals: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Results summed over ranks, with one collective."""
+        if self._world == 1:
+            return totals
+        sums = summed(torch.stack([value.double() for value in totals.values()]))
+        return {name: sums[index].to(value.dtype) for index, (name, value) in enumerate(totals.items())}
 
     def _microbatches(self, batch: dict[str, Tensor], valid: int) -> list[dict[str, Tensor]]:
         device = self.program.DEVICE
@@ -148,3 +196,8 @@ class TrainStep:
             {name: value[index] for name, value in moved.items()} | {"inverse_tokens": inverse}
             for index in range(self.plan.accumulation)
         ]
+
+
+def _valid_tokens(batch: Mapping[str, Tensor]) -> int:
+    """Labels that a token before them predicts."""
+    return int((batch["labels"][..., 1:] != IGNORED).sum())

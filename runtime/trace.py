@@ -2,46 +2,60 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from moec.runtime.control import gathered_texts
 from moec.runtime.state import StepState
+
+_NOWHERE = "every layer's output is finite: the head or the loss itself overflows, or the update of this step did"
 
 
 def first_non_finite(program: ModuleType, state: StepState, batches: Sequence[Mapping[str, Tensor]]) -> str:
-    """'layers.3.attention gives nan' for the first layer call with a non-finite result, found by a second forward."""
+    """'layers.3.attention gives nan' for the first layer call with a non-finite result, found by a second forward.
+
+    On several ranks all call it together, and get the place that the first rank with one has found.
+    """
+    own = _own_non_finite(program, state, batches)
+    if state.world == 1:
+        return own or _NOWHERE
+    places = gathered_texts(own, state.world, program.DEVICE)
+    return next((f"{place} (rank {rank})" for rank, place in enumerate(places) if place), _NOWHERE)
+
+
+def _own_non_finite(program: ModuleType, state: StepState, batches: Sequence[Mapping[str, Tensor]]) -> str:
     found: list[str] = []
     scopes: list[str] = []
-    originals = {
-        name: value
-        for name, value in vars(program).items()
-        if name.endswith("_forward") and callable(value) and not name.startswith("_")
-    }
-    watched = _ScopeWatcher(state, scopes)
-    try:
-        for name, function in originals.items():
-            setattr(program, name, _checked(function, scopes, found))
-        with torch.no_grad():
-            for batch in batches:
-                program.forward(watched, batch)
-                if found:
-                    return found[0]
-    finally:
-        for name, function in originals.items():
-            setattr(program, name, function)
+    forward, watched = _watched_forward(program, scopes, found), _ScopeWatcher(state, scopes)
+    with torch.no_grad():
+        for batch in batches:
+            forward(watched, batch)
+            # Other ranks may have found nothing yet, and need this one in every collective.
+            if found and state.world == 1:
+                break
+    if found:
+        return found[0]
     bad = [path for path, weight in state.weights.items() if not bool(torch.isfinite(weight).all())]
-    if bad:
-        return f"the weight {bad[0]} is not finite"
-    return "every layer's output is finite: the head or the loss itself overflows, or the update of this step did"
+    return f"the weight {bad[0]} is not finite" if bad else ""
+
+
+def _watched_forward(program: ModuleType, scopes: list[str], found: list[str]) -> Callable[..., Any]:
+    """The program's forward, in which every layer's results are looked at; the program itself is left alone, since
+    simulated ranks share it."""
+    names: dict[str, Any] = dict(vars(program))
+    for name, value in vars(program).items():
+        if isinstance(value, FunctionType) and value.__globals__ is vars(program):
+            own = FunctionType(value.__code__, names, name, value.__defaults__, value.__closure__)
+            is_layer = name.endswith("_forward") and not name.startswith("_")
+            names[name] = _checked(own, scopes, found) if is_layer else own
+    return names["forward"]
 
 
 def _checked(function: Callable[..., Any], scopes: list[str], found: list[str]) -> Callable[..., Any]:
-    @functools.wraps(function)
     def run(*args: Any) -> Any:
         path = scopes[-1]
         output = function(*args)
@@ -61,6 +75,9 @@ class _ScopeWatcher:
     def __init__(self, state: StepState, scopes: list[str]) -> None:
         self._state = state
         self._scopes = scopes
+
+    def shard(self, bucket: str) -> Tensor:
+        return self._state.shard(bucket)  # type: ignore[attr-defined]
 
     def scope(self, path: str) -> Mapping[str, Tensor]:
         self._scopes.append(path)
