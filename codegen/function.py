@@ -22,6 +22,7 @@ from torch import Tensor, fx
 
 from moec.codegen.operators import call_text
 from moec.compiler._torch_compat import OpOverload
+from moec.compiler.collectives import WAIT
 from moec.compiler.graph import module_path
 
 aten = torch.ops.aten
@@ -156,10 +157,13 @@ class FunctionWriter:
         return f'CONSTANTS["{name}"]'
 
     def _is_inlined(self, node: fx.Node) -> bool:
-        if node.op != "call_function" or node.target not in _INLINE or node in self.after or len(node.users) != 1:
+        if node.op != "call_function" or node in self.after or len(node.users) != 1:
             return False
         user = next(iter(node.users))
-        if user.target in self.handlers:
+        # A collective is waited for in the call of the layer that reads it, and nowhere earlier.
+        if node.target is WAIT:
+            return user.target in self.handlers and user is _next_statement(node)
+        if node.target not in _INLINE or user.target in self.handlers:
             return False
         return sum(source is node for source in _flat_nodes(user)) == 1
 
@@ -278,6 +282,14 @@ def _result_name(node: fx.Node, index: int) -> str | None:
         return None
     name = node.target._schema.returns[index].name if index < len(node.target._schema.returns) else None
     return name and (f"d_{name.removeprefix('grad_')}" if name.startswith("grad_") else name)
+
+
+def _next_statement(node: fx.Node) -> fx.Node:
+    """The node after this one, but for inputs."""
+    following = node.next
+    while following.op == "placeholder":
+        following = following.next
+    return following
 
 
 def _is_getitem(node: fx.Node) -> bool:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, fx
 
 from moec.codegen.function import INDENT, FunctionWriter, fold, identifier
+from moec.compiler.collectives import WAIT
 from moec.compiler.dialect.registry import nbytes
 from moec.compiler.differentiate import is_getitem
 from moec.compiler.graph import Signature
@@ -29,6 +30,7 @@ from moec.compiler.partition import Partitioned
 from moec.compiler.template import Template
 
 OBJECTIVE = "objective"
+_REDUCE = torch.ops._c10d_functional.reduce_scatter_tensor.default
 
 
 @dataclass(frozen=True)
@@ -223,7 +225,7 @@ def _model_backward(
         given=given,
         owned={*saved_names, *saved_inputs},
         taken={*saved_names, *saved_inputs, *_RESERVED},
-        handlers={torch.ops.moec.region_backward.default: _region_backward_handler(sections)},
+        handlers={torch.ops.moec.region_backward.default: _region_backward_handler(sections), WAIT: _reduced_handler},
         attributes=joint.module,
         constants=constants,
         section=_layer_of,
@@ -240,10 +242,10 @@ def _model_backward(
     grads = dict(zip(joint.grads, outer.backward.output_node().args[0], strict=True))  # type: ignore[arg-type]
     own: dict[fx.Node, list[str]] = {}
     for index, node in grads.items():
-        if isinstance(node, fx.Node) and not _is_layer_grad(node, sections):
+        if isinstance(node, fx.Node) and not _is_layer_grad(node, sections) and not _is_reduced(node):
             own.setdefault(node, []).append(signature.inputs[index].name)
     writer.after = {
-        node: "\n".join(f"{_accumulate(signature, name)}, {{}})" for name in wanted)
+        node: "\n".join(f'state.accumulate("{name}", {{}})' for name in wanted)
         for node, wanted in own.items()
         if node.op == "call_function"
     }
@@ -254,14 +256,22 @@ def _model_backward(
     body += writer.lines(())
     for node, wanted in own.items():
         if node.op != "call_function":
-            body += [f"{_accumulate(signature, name)}, {writer.text(node)})" for name in wanted]
+            body += [f'state.accumulate("{name}", {writer.text(node)})' for name in wanted]
     return _function("def backward(state, saved):", body)
 
 
-def _accumulate(signature: Signature, name: str) -> str:
-    """The beginning of the call that adds a gradient to the state."""
-    sharded = any(value.name == name and value.kind == "shard" for value in signature.inputs)
-    return f'state.accumulate{"_shard" if sharded else ""}("{name}"'
+def _is_reduced(node: fx.Node) -> bool:
+    """Whether a node waits for the reduction of a bucket's gradients."""
+    source = node.args[0] if node.target is WAIT else None
+    return isinstance(source, fx.Node) and source.target is _REDUCE
+
+
+def _reduced_handler(writer: FunctionWriter, node: fx.Node) -> str | None:
+    """Reduced gradients go to the state as soon as they are there; any other wait has its ordinary form."""
+    call = f"c10d.wait_tensor({writer.text(node.args[0])})"
+    if _is_reduced(node):
+        return f'state.accumulate_shard("{node.meta["bucket"]}", {call})'
+    return f"{writer.name(node)} = {call}"
 
 
 def _region_handler(sections: Mapping[str, Section]) -> Any:

@@ -6,6 +6,7 @@ log.jsonl             the pass log
 state_map.json        every weight and buffer: shape, dtype, trained or not, tied to what
 fingerprint.json      versions, device, plan and weights; compared field by field on load
 constants.safetensors tensors the program refers to; buffers.safetensors: buffers that the model computes itself
+buckets.json          what lies sharded where, for plans of several ranks
 graphs/STAGE/UNIT.txt the graphs of every stage
 """
 
@@ -33,7 +34,7 @@ from moec.compiler.view import TrainingView
 from moec.runtime.program import CONSTANTS, PROGRAM
 
 PLAN, LOG, STATE_MAP, FINGERPRINT, GRAPHS = "plan.yaml", "log.jsonl", "state_map.json", "fingerprint.json", "graphs"
-BUFFERS, WEIGHTS = "buffers.safetensors", "weights.safetensors"
+BUFFERS, WEIGHTS, BUCKETS = "buffers.safetensors", "weights.safetensors", "buckets.json"
 FORMAT = 1
 
 
@@ -169,12 +170,15 @@ def digest(text: str) -> str:
 
 
 def derived_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Buffers that a model leaves out of its state_dict, where they have values (none on fake or meta tensors)."""
+    """Buffers that a model leaves out of its state_dict, where they have values (none on fake or meta tensors).
+
+    Those of zeros, such as the counts of routers, are left out too: `moec.load` makes them.
+    """
     saved = set(model.state_dict())
     return {
         path: buffer.detach().cpu().contiguous()
         for path, buffer in model.named_buffers()
-        if path not in saved and not is_fake(buffer)
+        if path not in saved and not is_fake(buffer) and bool(buffer.any())
     }
 
 

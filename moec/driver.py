@@ -25,6 +25,7 @@ from torch import Tensor, fx, nn
 
 import moec.codegen.triton  # noqa: F401  registers the kernels
 from moec.artifact import StateMap, derived_buffers, write_artifact
+from moec.bucket_file import write_buckets
 from moec.codegen.program import OBJECTIVE, ProgramText, Section, write_program
 from moec.codegen.update import header_text, update_text
 from moec.compiler.autocast import refuse_autocast_around
@@ -47,8 +48,8 @@ from moec.compiler.unused_results import detach_unused_results
 from moec.compiler.view import TrainingView
 from moec.models.adapters import training_view
 from moec.passes import SEMANTIC_PASSES, SHARDING_PASSES
+from moec.placing import step_over
 from moec.runtime.program import load_program
-from moec.runtime.state import StepState
 from moec.step import CompiledStep
 
 
@@ -83,7 +84,9 @@ def compile(model: nn.Module, plan: Plan | None = None) -> CompiledStep:
     """Compile a training step for `model`, which keeps its parameters: the step updates them in place.
 
     model: an nn.Module of ours, of Hugging Face, or any whose forward(input_ids, labels) returns its loss; in training
-    mode. plan: shapes, optimizer, recomputation (compiler/plan.py); the default plan where it is None.
+    mode. plan: shapes, mesh, optimizer, recomputation (compiler/plan.py); the default plan where it is None. With a
+    mesh of several ranks all of them call this together, after torch.distributed is initialised, and the parameters
+    become DTensors; in a process that is alone the step can be read, saved and simulated.
 
     Raises CaptureError, PlanError, UnsupportedModelError or UnsupportedOpError before anything runs.
     """
@@ -91,8 +94,7 @@ def compile(model: nn.Module, plan: Plan | None = None) -> CompiledStep:
     compilation = build(model, plan)
     folder = Path(tempfile.mkdtemp(prefix="moec-step-"))
     write(compilation, folder)
-    state = StepState.from_module(model, without_gradient=compilation.unreached)
-    step = CompiledStep.of(load_program(folder), state, folder, compilation.log, plan)
+    step = step_over(model, load_program(folder), folder, compilation.log, plan, compilation.unreached)
     weakref.finalize(step, shutil.rmtree, folder, ignore_errors=True)
     return step
 
@@ -101,6 +103,8 @@ def write(compilation: Compilation, folder: Path) -> None:
     """Write a compilation as an artefact that `moec.load` reads."""
     assert compilation.program is not None
     model = compilation.model
+    folder.mkdir(parents=True, exist_ok=True)
+    write_buckets(folder, compilation.buckets)
     write_artifact(
         folder,
         program=compilation.program,

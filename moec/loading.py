@@ -13,6 +13,7 @@ from moec.artifact import BUFFERS, LOG, PLAN, STATE_MAP, WEIGHTS, StateMap, chec
 from moec.compiler.errors import ArtifactError
 from moec.compiler.log import PassLog
 from moec.compiler.plan import Plan
+from moec.placing import step_over
 from moec.runtime.program import load_program
 from moec.runtime.state import StepState
 from moec.step import CompiledStep
@@ -38,11 +39,11 @@ def load(
     saved = StateMap(**read_json(folder, STATE_MAP))
     check_fingerprint(folder, plan, model)
     program = load_program(folder)
+    log, chosen = PassLog.read(folder / LOG), plan or Plan.from_yaml(folder / PLAN)
     if model is not None:
-        state = StepState.from_module(model, without_gradient=saved.without_gradient)
-    else:
-        state = _state_from_files(folder, saved, program.DEVICE, weights)
-    return CompiledStep.of(program, state, folder, PassLog.read(folder / LOG), plan or Plan.from_yaml(folder / PLAN))
+        return step_over(model, program, folder, log, chosen, saved.without_gradient)
+    state = _state_from_files(folder, saved, program.DEVICE, weights)
+    return CompiledStep.of(program, state, folder, log, chosen)
 
 
 def _state_from_files(folder: Path, saved: StateMap, device: torch.device, weights: str | Path | None) -> StepState:
@@ -55,6 +56,10 @@ def _state_from_files(folder: Path, saved: StateMap, device: torch.device, weigh
         )
     values = _read(path, device)
     values |= _read(folder / BUFFERS, device) if (folder / BUFFERS).is_file() else {}
+    for name, description in saved.buffers.items():
+        if not description["persistent"] and saved.aliases.get(name, name) not in values:
+            dtype = getattr(torch, description["dtype"])
+            values[name] = torch.zeros(description["shape"], dtype=dtype, device=device)
     tensors = {}
     for name, description in {**saved.weights, **saved.buffers}.items():
         owner = saved.aliases.get(name, name)

@@ -6,7 +6,7 @@ import difflib
 import shutil
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Self
 
 from safetensors.torch import save_file
 
@@ -30,7 +30,7 @@ class CompiledStep(TrainStep):
     log: PassLog
 
     @classmethod
-    def of(cls, program: ModuleType, state: StepState, folder: Path, log: PassLog, plan: Plan) -> CompiledStep:
+    def of(cls, program: ModuleType, state: StepState, folder: Path, log: PassLog, plan: Plan) -> Self:
         """The step for a loaded program and a state. plan: the artefact's, but for the schedule."""
         fingerprint = read_json(folder, FINGERPRINT)
         state_map = read_json(folder, STATE_MAP)

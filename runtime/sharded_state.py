@@ -169,6 +169,10 @@ class ShardedState(StepState):
             torch._foreach_add_(sums, pieces)
 
     @torch.no_grad()
+    def accumulate(self, path: str, gradient: Tensor) -> None:
+        """See `StepState.accumulate`, for experts that lie whole on this rank: rows of padding are left out."""
+        super().accumulate(path, gradient[: len(self.shards[self.owner(path)].rows)])
+
     def follow_weights(self) -> None:
         """See `StepState.follow_weights`; ArtifactError when the caller's model no longer holds these shards."""
         for placed in self._placed.values():
@@ -217,8 +221,11 @@ class ShardedState(StepState):
         return self._placements.sharded(shard.role, local, shard.shape or (1,))
 
     def _readable(self) -> dict[str, Tensor]:
-        """A program reads the weights of a bucket from what it gathered."""
+        """A program reads weights from what it gathered; those of a bucket that lies on one rank, from there."""
         own = {path: weight for path, weight in self.weights.items() if self.owner(path) not in self.shards}
+        for name, bucket in self.buckets.items():
+            if bucket.layout.ranks == 1:
+                own |= {path: _padded(self.flats[name], weight) for path, weight in bucket.paths()}
         return {**own, **self.buffers}
 
     def _version(self, path: str) -> int:
@@ -306,10 +313,19 @@ def _device(inventory: Inventory) -> torch.device:
 
 def _view(flat: Tensor, shard: Shard) -> Tensor:
     """The rows that this rank holds, in the memory of the bucket but with a version counter of their own."""
-    empty = torch.empty(0, dtype=shard.weight.torch_dtype, device=flat.device)
-    stride = torch.empty(shard.local_shape, device="meta").stride()
-    start = shard.weight.offset // empty.element_size()
-    return empty.set_(flat.untyped_storage(), start, shard.local_shape, stride)  # type: ignore[call-overload]
+    return _typed(flat, shard.weight, shard.local_shape)
+
+
+def _padded(flat: Tensor, weight: ShardedWeight) -> Tensor:
+    """All rows that a bucket of one rank has room for."""
+    return _typed(flat, weight, weight.shape)
+
+
+def _typed(flat: Tensor, weight: ShardedWeight, shape: tuple[int, ...]) -> Tensor:
+    empty = torch.empty(0, dtype=weight.torch_dtype, device=flat.device)
+    stride = torch.empty(shape, device="meta").stride()
+    start = weight.offset // empty.element_size()
+    return empty.set_(flat.untyped_storage(), start, shape, stride)  # type: ignore[call-overload]
 
 
 @torch.no_grad()

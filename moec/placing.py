@@ -1,0 +1,106 @@
+"""From a program to a step over a model: on one rank, on one of several, or on none of them yet.
+
+With a mesh of several ranks the step of this process holds its shards, if torch.distributed runs with as many ranks:
+the model's parameters become DTensors over them. In a process that is alone the step only shows how it was made, and
+`simulate_ranks()` runs all ranks in lock step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from moec.bucket_file import read_buckets
+from moec.compiler.errors import PlanError, RankError
+from moec.compiler.layout import BucketInstance
+from moec.compiler.log import PassLog
+from moec.compiler.plan import Plan
+from moec.runtime.ranks import Ranks
+from moec.runtime.sharded_state import ShardedState
+from moec.runtime.state import StepState
+from moec.simulated import SimulatedRanks
+from moec.step import CompiledStep
+
+
+def step_over(
+    model: nn.Module, program: ModuleType, folder: Path, log: PassLog, plan: Plan, without_gradient: Sequence[str]
+) -> CompiledStep:
+    """The step of an artefact over a model's own parameters; on several ranks, all of them call it together."""
+    if plan.mesh.world == 1:
+        state = StepState.from_module(model, without_gradient=without_gradient)
+        return CompiledStep.of(program, state, folder, log, plan)
+    if not torch.distributed.is_initialized():
+        return UnconnectedStep.of(program, StepState({}, {}, ()), folder, log, plan).over(model, without_gradient)
+    from moec.runtime.groups import connect  # loads torch.distributed, which one rank does not need
+
+    ranks = connect(plan.mesh, program.DEVICE)
+    sharded = shards_of(model, read_buckets(folder), ranks, without_gradient)
+    sharded.place_in(model)
+    return CompiledStep.of(program, sharded, folder, log, plan)
+
+
+def shards_of(
+    model: nn.Module, buckets: Mapping[str, BucketInstance], ranks: Ranks, without_gradient: Sequence[str]
+) -> ShardedState:
+    """What one rank holds of a model that is whole in this process; the model stays as it is."""
+    return ShardedState.from_module(
+        model, without_gradient, buckets=buckets, mesh=ranks.mesh, rank=ranks.rank, device=None
+    )
+
+
+class UnconnectedStep(CompiledStep):
+    """A step for several ranks in a process that is alone: it can be read, saved and simulated."""
+
+    model: nn.Module
+    without_gradient: Sequence[str]
+
+    def over(self, model: nn.Module, without_gradient: Sequence[str]) -> UnconnectedStep:
+        """This step, with the model whose weights the ranks start from."""
+        self.model, self.without_gradient = model, without_gradient
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raises RankError."""
+        raise self._alone()
+
+    def loss(self, batch: Mapping[str, Tensor]) -> NoReturn:
+        """Raises RankError."""
+        raise self._alone()
+
+    def gradients(self, batch: Mapping[str, Tensor]) -> NoReturn:
+        """Raises RankError."""
+        raise self._alone()
+
+    def simulate_ranks(self, ranks: int | None = None) -> SimulatedRanks:
+        """All ranks of the plan's mesh in this process; they start from the model's weights, which stay as they are.
+
+        ranks: the number expected, only compared. Raises PlanError when the plan's mesh has another.
+        """
+        mesh = self.plan.mesh
+        if ranks is not None and ranks != mesh.world:
+            raise PlanError(
+                f"{ranks} ranks were asked for, the step was compiled for {mesh.world}",
+                where="plan.mesh.fsdp",
+                hint=f"compile with mesh.fsdp={ranks}",
+            )
+        buckets = read_buckets(self.folder)
+        steps = []
+        for rank in range(mesh.world):
+            state = shards_of(self.model, buckets, Ranks(mesh, rank), self.without_gradient)
+            # Buffers are the module's own, and every rank writes its own.
+            state.buffers = {path: buffer.clone() for path, buffer in state.buffers.items()}
+            steps.append(CompiledStep.of(self.program, state, self.folder, self.log, self.plan))
+        return SimulatedRanks(self.plan, steps)
+
+    def _alone(self) -> RankError:
+        world = self.plan.mesh.world
+        return RankError(
+            f"the plan's mesh has {world} ranks, and this process is alone",
+            where="plan.mesh",
+            hint=f"start it with `torchrun --nproc-per-node {world} ...`, or use step.simulate_ranks()",
+        )

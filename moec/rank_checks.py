@@ -1,0 +1,157 @@
+"""`moec verify --lockstep N` and `--ranks N`: the step of N ranks against the step of one rank on all their rows.
+
+1. The one-rank step has the same plan but for the mesh, and all ranks' rows in each microbatch.
+2. Every step compares the loss, every whole gradient, the gradient norm and, after the update, every whole parameter,
+   master and buffer (which hold what the routers counted).
+3. The one-rank step updates with the gradients of the ranks and then takes over their parameters, for the reason that
+   verification.py gives: what free-running copies show is how rounding grows.
+
+The same function runs on simulated ranks (threads in lock step) and on real ones.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+import moec
+from moec.comparison import BOUNDS, FULL, Comparison, Kind, error_of
+from moec.compiler.errors import PlanError
+from moec.compiler.plan import MeshPlan, Plan
+from moec.models.adapters import training_view
+from moec.placing import UnconnectedStep
+from moec.random_batch import random_batches, vocabulary_of
+from moec.runtime.protocol import StepResult
+from moec.runtime.sharded_state import ShardedState
+from moec.runtime.state import StepState
+from moec.runtime.whole import whole_weights
+from moec.simulated import split_rows
+from moec.step import CompiledStep
+from moec.verification import Report
+
+Tensors = dict[str, Tensor]
+
+
+def joined_plan(plan: Plan) -> Plan:
+    """The plan of one rank that takes the rows of all."""
+    return replace(plan, batch=plan.batch * plan.mesh.world, mesh=MeshPlan())
+
+
+def joined_batches(model: nn.Module, plan: Plan, steps: int, seed: int) -> list[Tensors]:
+    """Random batches with the rows of all ranks."""
+    source = random_batches(joined_plan(plan), training_view(model, plan).vocabulary or vocabulary_of(model), seed)
+    return [next(source) for _ in range(steps)]
+
+
+def verify_lockstep(model: nn.Module, plan: Plan, *, steps: int = 3, seed: int = 0) -> Report:
+    """Compare simulated ranks with one rank; the model stays as it is."""
+    if plan.mesh.world == 1:
+        raise PlanError("the plan's mesh has one rank", where="plan.mesh", hint="set mesh.fsdp, and mesh.ep")
+    one = moec.compile(copy.deepcopy(model), joined_plan(plan))
+    many = cast(UnconnectedStep, moec.compile(copy.deepcopy(model), plan)).simulate_ranks()
+    batches = joined_batches(model, plan, steps, seed)
+    found = many.run(lambda rank: compare(many.steps[rank], one if rank == 0 else None, batches, rank))
+    return found[0]
+
+
+def compare(step: CompiledStep, one: CompiledStep | None, batches: Sequence[Tensors], rank: int) -> Report:
+    """What one rank does for the comparison; the rank that is given the one-rank step gets a report of it.
+
+    All ranks call this together, with the same batches.
+    """
+    report, state = Report(), cast(ShardedState, step.state)
+    for number, batch in enumerate(batches, 1):
+        rate = step.learning_rate()
+        rows = split_rows(batch, step.plan)[rank]
+        gradients = whole_weights(state, step.gradients(rows))
+        result, after = step(rows, lr=rate), _whole_state(state)
+        if one is not None:
+            judge = _Judge(number, _bounds(state))
+            report.comparisons += judge.step(one, batch, rate, result, gradients, after)
+            report.losses.append((float(result.loss), judge.expected))
+            _take_over(one.state, after)
+    return report
+
+
+@contextmanager
+def _updating_with(step: CompiledStep, gradients: Mapping[str, Tensor]) -> Iterator[Tensors]:
+    """Within the context the step updates with other gradients; yields what its own were."""
+    program, own = step.program, Tensors()
+    update = program.update
+
+    def watched(state: StepState, lr: float) -> Tensor:
+        own.update({name: value.clone() for name, value in state.gradients.items()})
+        state.gradients = {name: value.clone() for name, value in gradients.items()}
+        return update(state, lr)
+
+    program.update = watched  # type: ignore[attr-defined]
+    try:
+        yield own
+    finally:
+        program.update = update  # type: ignore[attr-defined]
+
+
+@dataclass
+class _Judge:
+    number: int
+    bounds: Mapping[Kind, float]
+    expected: float = 0.0
+
+    def step(
+        self,
+        one: CompiledStep,
+        batch: Tensors,
+        rate: float,
+        result: StepResult,
+        gradients: Tensors,
+        after: dict[Kind, Tensors],
+    ) -> Iterator[Comparison]:
+        with _updating_with(one, gradients) as own:
+            reference = one(batch, lr=rate)
+        self.expected = float(reference.loss)
+        yield self._compare("loss", "lm_loss", result.loss, reference.loss)
+        for name, value in reference.metrics.items():
+            if isinstance(value, Tensor):
+                yield self._compare("part of loss", name, cast(Tensor, result.metrics[name]), value)
+        for name in sorted({*gradients, *own}):
+            yield self._compare("gradient", name, gradients.get(name), own.get(name))
+        yield self._compare("gradient norm", "", result.gradient_norm, reference.gradient_norm)
+        wanted: dict[Kind, Mapping[str, Tensor]] = {
+            "parameter": {**one.state.weights, **one.state.masters},
+            "buffer": one.state.buffers,
+        }
+        for kind, values in wanted.items():
+            for name, value in after[kind].items():
+                yield self._compare(kind, name, value, values[name])
+
+    def _compare(self, kind: Kind, name: str, value: Tensor | None, reference: Tensor | None) -> Comparison:
+        return Comparison(kind, name, self.number, error_of(kind, value, reference), self.bounds[kind])
+
+
+def _whole_state(state: ShardedState) -> dict[Kind, Tensors]:
+    weights = whole_weights(state)
+    masters = whole_weights(state, state.masters)
+    buffers = {path: buffer.clone() for path, buffer in state.buffers.items()}
+    return {"rounding": weights, "parameter": {**weights, **masters}, "buffer": buffers}
+
+
+@torch.no_grad()
+def _take_over(state: StepState, values: Mapping[Kind, Tensors]) -> None:
+    for path, value in values["rounding"].items():
+        state.weights[path].copy_(value)
+    for path, master in state.masters.items():
+        master.copy_(values["parameter"][path])
+    for path, value in values["buffer"].items():
+        state.buffers[path].copy_(value)
+    state.note_weights()
+
+
+def _bounds(state: StepState) -> Mapping[Kind, float]:
+    dtypes = {weight.dtype for weight in state.weights.values()}
+    return next((bounds for dtype, bounds in BOUNDS.items() if dtypes == {dtype}), FULL)
