@@ -14,6 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
+from moec.compiler._torch_compat import OpOverload
+
 InputKind = Literal["weight", "buffer", "input", "bucket", "shard"]
 OutputKind = Literal["result", "buffer"]
 
@@ -122,5 +124,7 @@ def op_histogram(graph: fx.Graph) -> dict[str, int]:
     counts: dict[str, int] = {}
     for node in graph.nodes:
         if node.op == "call_function":
-            counts[str(node.target)] = counts.get(str(node.target), 0) + 1
+            # str() of a Python function holds its address, or reads <built-in function ...>.
+            name = str(node.target) if isinstance(node.target, OpOverload) else node.target.__name__
+            counts[name] = counts.get(name, 0) + 1
     return counts

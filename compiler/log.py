@@ -106,7 +106,11 @@ class PassLog:
             try:
                 log._add(json.loads(line))
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise ArtifactError(f"{path} line {number} is not a log entry", why=str(error)) from error
+                raise ArtifactError(
+                    f"{path} line {number} is not a log entry",
+                    why=str(error),
+                    hint="another version of moec may have written it: compile it again",
+                ) from error
         return log
 
     def _add(self, entry: dict[str, Any]) -> None:
@@ -133,7 +137,7 @@ class PassLog:
     def _pass_table(self) -> Table:
         table = Table(title="passes", title_justify="left", pad_edge=False)
         for name in ("pass", "unit", "layers", "matched", "nearly", "nodes", "ms"):
-            table.add_column(name, justify="left" if name in ("pass", "unit", "matched") else "right")
+            table.add_column(name, justify="left" if name in ("pass", "unit", "matched") else "right", overflow="fold")
         for record in self.records:
             if not record.matches and not record.near_misses and not record.warning:
                 continue

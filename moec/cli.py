@@ -7,7 +7,10 @@ to do. Commands import what they need when they run, so that `--help` answers at
 
 from __future__ import annotations
 
+import os
+import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
     from moec.compiler.plan import Plan
 
 USE_ERROR, DIFFERENCE = 2, 1
+_PIPE_WIDTH = 120
 
 
 class _Commands(TyperGroup):
@@ -71,7 +75,7 @@ def presets() -> None:
     """List the built-in model configurations."""
     from moec.overview import preset_table
 
-    Console().print(preset_table())
+    _show([preset_table()])
 
 
 @app.command("compile")
@@ -97,9 +101,7 @@ def compile_command(
     else:
         model = build_target(target, dtype=_dtype(chosen), device=place, weights=weights)
     log = emit(model, chosen, out, with_weights=weights is not None)
-    console = Console()
-    for part in compile_report(log, out, time.perf_counter() - started):
-        console.print(part)
+    _show(compile_report(log, out, time.perf_counter() - started))
 
 
 @app.command()
@@ -110,21 +112,17 @@ def inspect(
     diff: Annotated[tuple[str, str] | None, typer.Option(help="Compare the graphs of two stages.")] = None,
 ) -> None:
     """Show what a compilation did; without an option, an overview."""
-    from moec.overview import overview, pass_report
+    from moec.overview import difference, overview, pass_report
     from moec.step import pick_stage
 
-    console = Console()
     if stage is not None:
         typer.echo(str(pick_stage(folder, stage)))
     if diff is not None:
-        before, after = (pick_stage(folder, name) for name in diff)
-        typer.echo(before.diff(after))
+        _show(difference(*(pick_stage(folder, name) for name in diff)))
     if step_pass is not None:
-        for part in pass_report(folder, step_pass):
-            console.print(part)
+        _show(pass_report(folder, step_pass))
     if stage is None and diff is None and step_pass is None:
-        for part in overview(folder):
-            console.print(part)
+        _show(overview(folder))
 
 
 @app.command()
@@ -146,11 +144,9 @@ def verify(
     overrides = [*settings, *([f"dtype={dtype}"] if dtype else [])]
     chosen, given = read_plan(plan, overrides, checks.DEFAULTS)
     model = build_target(target, dtype=_dtype(chosen), device=_device(device), seed=seed, weights=weights)
-    console = Console()
-    with console.status(f"verifying {target}"):
+    with _console().status(f"verifying {target}"):
         report = checks.verify(model, with_packing(chosen, given, model), steps=steps, seed=seed)
-    for part in report.renderables():
-        console.print(part)
+    _show(report.renderables())
     if not report.equal:
         raise typer.Exit(DIFFERENCE)
 
@@ -182,7 +178,7 @@ def train(
     model = build_target(target, dtype=_dtype(chosen), device=_device(device), seed=seed, weights=weights)
     text = TextOptions(data, pattern, tokenizer, seed)
     options = RunOptions(steps, out, resume, checkpoint_every, tensorboard)
-    console = Console()
+    console = _console()
     _, summary = train_model(model, with_packing(chosen, given, model), text, options, console)
     _print_summary(console, summary, out)
 
@@ -208,9 +204,22 @@ def run(
 
     step = moec.load(folder, weights=weights)
     batches = open_text(TextOptions(data, pattern, tokenizer, seed), step.plan, step.vocabulary)
-    console = Console()
+    console = _console()
     summary = run_step(step, batches, RunOptions(steps, out, resume, checkpoint_every, tensorboard), console)
     _print_summary(console, summary, out)
+
+
+def _console() -> Console:
+    """As wide as the terminal; in a pipe or a log wide enough for the tables."""
+    told = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console(width=None if told else _PIPE_WIDTH)
+
+
+def _show(parts: Iterable[Any]) -> None:
+    """Print tables to the width of the console, and lines whole."""
+    console = _console()
+    for part in parts:
+        console.print(part, soft_wrap=isinstance(part, str | Text))
 
 
 def _dtype(plan: Plan) -> torch.dtype | None:

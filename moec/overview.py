@@ -12,12 +12,14 @@ from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from moec.artifact import FINGERPRINT, LOG, STATE_MAP, read_json, read_stages
 from moec.compiler.errors import ArtifactError
 from moec.compiler.hardware import hardware
 from moec.compiler.log import PassLog, cost_columns
 from moec.compiler.pass_manager import PassRecord
+from moec.compiler.printer import StageGraphs
 from moec.models.build import build
 from moec.models.k3.counts import count_parameters
 from moec.models.presets import preset, preset_names
@@ -26,6 +28,7 @@ from moec.step import describe
 
 _MIB = 2**20
 _NAMED = 8
+_TOP = "(top)"
 
 
 def preset_table() -> Table:
@@ -61,6 +64,14 @@ def overview(folder: Path) -> Iterator[Any]:
     yield from _where(folder)
 
 
+def difference(before: StageGraphs, after: StageGraphs) -> Iterator[Text]:
+    """The unified diff of two stages, line by line."""
+    styles = {"+": "green", "-": "red", "@": "cyan"}
+    for line in before.diff(after).splitlines() or ["the graphs are equal"]:
+        heading = line.startswith(("--- ", "+++ "))
+        yield Text(line, "bold" if heading else styles.get(line[:1], ""))
+
+
 def pass_report(folder: Path, name: str) -> Iterator[Any]:
     """Everything one pass did, unit by unit; an unknown name raises ArtifactError with the known ones."""
     log = _read_log(folder)
@@ -81,14 +92,15 @@ def pass_report(folder: Path, name: str) -> Iterator[Any]:
         columns = cost_columns([record.cost_before, record.cost_after])
         estimates = (f"{column.title} {column.text(record.cost_before, record.cost_after)}" for column in columns)
         yield f"  on one {hardware().name}: {', '.join(estimates)}"
-        yield from (f"  [green]matched[/green] {m.what} at {m.path or '(top)'}" for m in record.matches)
+        yield from (f"  [green]matched[/green] {escape(f'{m.what} at {m.path or _TOP}')}" for m in record.matches)
         yield from (
-            f"  [yellow]nearly[/yellow] {m.what} at {m.path or '(top)'}: {m.reason}" for m in record.near_misses
+            f"  [yellow]nearly[/yellow] {escape(f'{m.what} at {m.path or _TOP}: {m.reason}')}"
+            for m in record.near_misses
         )
-        yield from (f"  + {n} x {op}" for op, n in record.added.items())
-        yield from (f"  - {n} x {op}" for op, n in record.removed.items())
+        yield from (f"  + {n} x {escape(op)}" for op, n in record.added.items())
+        yield from (f"  - {n} x {escape(op)}" for op, n in record.removed.items())
         if record.warning:
-            yield f"  [yellow]matched nothing[/yellow] {record.warning}"
+            yield f"  [yellow]matched nothing[/yellow] {escape(record.warning)}"
 
 
 def _read_log(folder: Path) -> PassLog:
@@ -100,7 +112,7 @@ def _read_log(folder: Path) -> PassLog:
 def _near_misses(records: list[PassRecord]) -> Iterator[str]:
     rows = [(record.name, miss) for record in records for miss in record.near_misses]
     for name, miss in rows[:_NAMED]:
-        yield f"[yellow]nearly[/yellow] {name}: {miss.what} at {miss.path or '(top)'}: {miss.reason}"
+        yield f"[yellow]nearly[/yellow] {escape(f'{name}: {miss.what} at {miss.path or _TOP}: {miss.reason}')}"
     if len(rows) > _NAMED:
         yield f"... and {len(rows) - _NAMED} more near misses: moec inspect --pass NAME"
 
@@ -108,7 +120,7 @@ def _near_misses(records: list[PassRecord]) -> Iterator[str]:
 def _placement_table(log: PassLog) -> Table:
     table = Table(title="kept for backward, per layer", title_justify="left", pad_edge=False)
     for title in ("unit", "kept", "MiB", "computed again", "reasons to keep"):
-        table.add_column(title, justify="left" if title in ("unit", "reasons to keep") else "right")
+        table.add_column(title, justify="left" if title in ("unit", "reasons to keep") else "right", overflow="fold")
     for unit, rows in log.placements.items():
         kept = [row for row in rows if row.decision == "keep"]
         reasons = Counter(row.reason for row in kept)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch import fx, nn
 
@@ -39,6 +41,9 @@ def test_units_pair_placeholders_with_their_signature() -> None:
     assert pairs == [("weight", (4, 4)), ("bias", (4,)), ("input", (2, 4))]
     assert unit.signature.names("weight") == ["weight", "bias"]
     assert op_histogram(unit.graph) == {"aten.linear.default": 1}
+    graph = fx.Graph()
+    graph.call_function(operator.getitem, (graph.placeholder("pair"), 0))
+    assert op_histogram(graph) == {"getitem": 1}
     assert tensor_meta(unit.graph.find_nodes(op="placeholder")[2]) is not None
     assert tensor_meta(node_with(val=(1, 2))) is None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -118,9 +119,24 @@ def test_inspect_shows_a_stage_a_difference_and_a_pass(artifact: Path) -> None:
     difference = run("inspect", artifact, "--diff", "captured", "fused").stdout
     assert "--- captured/" in difference
     assert "+++ fused/" in difference
+    assert run("inspect", artifact, "--diff", "fused", "fused").stdout == "the graphs are equal\n"
     text = run("inspect", artifact, "--pass", "recognize_loss").stdout
     assert "recognize_loss on model" in text
     assert "matched" in text
+
+
+@pytest.mark.parametrize("columns", [None, 60])
+def test_names_are_never_cut_off(artifact: Path, columns: int | None) -> None:
+    """Neither in a pipe, which has no width, nor in a narrow terminal, where they are broken into lines."""
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    environment |= {} if columns is None else {"COLUMNS": str(columns)}
+    command = [sys.executable, "-m", "moec", "inspect", str(artifact)]
+    text = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+    assert "\N{HORIZONTAL ELLIPSIS}" not in text
+    widest = max(len(line) for line in text.splitlines() if line.startswith("\N{BOX DRAWINGS LIGHT VERTICAL}"))
+    assert widest <= (columns or 120)
+    if columns is None:
+        assert "linear_cross_entropy over 260 classes" in text
 
 
 @pytest.mark.parametrize(
