@@ -76,9 +76,9 @@ def error_of(kind: Kind, value: Tensor | None, reference: Tensor | None) -> floa
     return different / total if total else different
 
 
-def comparison_table(comparisons: Iterable[Comparison]) -> Table:
+def comparison_table(comparisons: Iterable[Comparison], title: str) -> Table:
     """One row per step and kind, with the comparison that comes nearest to its bound or is furthest beyond it."""
-    table = Table(title="compiled against eager", title_justify="left", pad_edge=False)
+    table = Table(title=title, title_justify="left", pad_edge=False)
     for title in ("step", "what", "count", "error", "bound", "at", ""):
         table.add_column(title, justify="left" if title in ("what", "at", "") else "right", overflow="fold")
     groups: dict[tuple[int, Kind], list[Comparison]] = {}

@@ -95,7 +95,7 @@ class UnconnectedStep(CompiledStep):
             # Buffers are the module's own, and every rank writes its own.
             state.buffers = {path: buffer.clone() for path, buffer in state.buffers.items()}
             steps.append(CompiledStep.of(self.program, state, self.folder, self.log, self.plan))
-        return SimulatedRanks(self.plan, steps)
+        return SimulatedRanks(self.plan, steps, self)
 
     def _alone(self) -> RankError:
         world = self.plan.mesh.world

@@ -65,7 +65,9 @@ def compare(step: CompiledStep, one: CompiledStep | None, batches: Sequence[Tens
 
     All ranks call this together, with the same batches.
     """
-    report, state = Report(), cast(ShardedState, step.state)
+    mesh = step.plan.mesh
+    title = f"{mesh.world} ranks (ep {mesh.ep}) against one"
+    report, state = Report(title=title), cast(ShardedState, step.state)
     for number, batch in enumerate(batches, 1):
         rate = step.learning_rate()
         rows = split_rows(batch, step.plan)[rank]

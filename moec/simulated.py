@@ -32,6 +32,7 @@ class SimulatedRanks:
 
     plan: Plan
     steps: Sequence[CompiledStep]
+    origin: CompiledStep  # its files are there as long as it is
 
     def __call__(self, batch: Mapping[str, Tensor], *, lr: float | None = None) -> StepResult:
         """One step of every rank; the result is the same on each, the first one's is returned."""

@@ -48,12 +48,16 @@ _SHOWN = 10
 
 @dataclass
 class Report:
-    """What `verify` found. losses: (compiled, eager) of each step. void: why nothing was proved, '' if it was."""
+    """What `verify` found. losses: (compiled, eager) of each step. void: why nothing was proved, '' if it was.
+
+    title: what was compared with what.
+    """
 
     comparisons: list[Comparison] = field(default_factory=list)
     passes: list[PassCheck] = field(default_factory=list)
     losses: list[tuple[float, float]] = field(default_factory=list)
     void: str = ""
+    title: str = "compiled against eager"
 
     @property
     def equal(self) -> bool:
@@ -75,8 +79,9 @@ class Report:
 
     def renderables(self) -> Iterator[Any]:
         """Rich tables and lines, for a terminal."""
-        yield comparison_table(self.comparisons)
-        yield pass_check_table(self.passes)
+        yield comparison_table(self.comparisons, self.title)
+        if self.passes:
+            yield pass_check_table(self.passes)
         moved = self.first_pass()
         if moved is not None:
             yield f"[red]numbers move in pass {moved.name} on {moved.unit}[/red]: {moved.where}"
