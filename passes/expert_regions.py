@@ -1,15 +1,15 @@
 """Regions of experts: what lies between a `permute` and its `unpermute`, and the weights that its products read.
 
-`find_region` follows the rows of a permute. Every op on the way must treat each row on its own, so that it does not
-matter on which rank a row is, and in what order: `_ROW_WISE` says for each op when that holds. `expert_weights`
-follows the matrices of a product back to parameters, through ops that leave the experts' dimension alone. Both raise
-Refused, with the node and the reason, before anything has been changed.
+`find_region` follows the rows of a permute. Every op on the way must treat each row on its own, with values that all
+ranks share, so that it does not matter on which rank a row is, and in what order: `_ROW_WISE` says for each op when
+that holds. `expert_weights` follows the matrices of a product back to parameters, through ops that leave the experts'
+dimension alone. Both raise Refused, with the node and the reason, before anything has been changed.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import fx
 import moec.compiler.dialect  # noqa: F401  (registers torch.ops.moec)
 from moec.compiler._torch_compat import OpOverload
 from moec.compiler.graph import InputValue, tensor_meta
-from moec.compiler.nodes import CASTS, COPIES, Targets, aten, bound_args, describe, parameters_of, source_of
+from moec.compiler.nodes import CASTS, COPIES, Targets, aten, bound_args, describe, parameters_of
 from moec.passes.parts import RESHAPES, SLICES, SPLITS
 from moec.passes.rewrite import Refused
 
@@ -53,8 +53,8 @@ class Stack:
     between: tuple[fx.Node, ...]
 
 
-def find_region(permute: fx.Node) -> Region:
-    """The region that starts at a `permute`; raises Refused."""
+def find_region(permute: fx.Node, inputs: Mapping[fx.Node, InputValue]) -> Region:
+    """The region that starts at a `permute`; raises Refused. inputs: the unit's placeholders."""
     rows, order, offsets = (_result(permute, index) for index in range(3))
     if rows is None or order is None or offsets is None:
         raise Refused("its rows, their order or their offsets are not used")
@@ -78,14 +78,20 @@ def find_region(permute: fx.Node) -> Region:
         missing = "no grouped_linear" if not products else "no unpermute"
         raise Refused(f"{missing} takes its rows")
     inside = {rows, *body}
+    outside = {source for node in body if node not in products for source in node.all_input_nodes} - inside
     for node in body:
-        reason = _mixes_rows(node, inside, rows, offsets)
+        reason = _mixes_rows(node, inside, offsets)
         if reason:
             raise Refused(f"{describe(node)} {reason}")
+    for source in outside:
+        reason = _differs_by_rank(source, inputs)
+        if reason:
+            user = next(node for node in body if source in node.all_input_nodes)
+            raise Refused(f"{describe(user)} takes {describe(source)}, {reason}")
     return Region(permute, rows, offsets, tuple(sorted(body)), tuple(sorted(products)), tuple(sorted(ends)))
 
 
-def expert_weights(region: Region, inputs: dict[fx.Node, InputValue]) -> Stack:
+def expert_weights(region: Region, inputs: Mapping[fx.Node, InputValue]) -> Stack:
     """All parameters that the region's products read; raises Refused. inputs: the unit's placeholders."""
     weights: dict[fx.Node, None] = {}
     between: dict[fx.Node, None] = {}
@@ -128,31 +134,47 @@ def _result(node: fx.Node, index: int) -> fx.Node | None:
 # what keeps rows apart
 
 
-def _mixes_rows(node: fx.Node, inside: set[fx.Node], rows: fx.Node, offsets: fx.Node) -> str:
+def _mixes_rows(node: fx.Node, inside: set[fx.Node], offsets: fx.Node) -> str:
     """Why a row of the result may depend on other rows, '' when it cannot."""
     if node.target is _OPS.grouped_linear.default:
         if node.args[0] not in inside or node.args[2] is not offsets:
             return "multiplies the rows by groups that are not the experts'"
         return "" if not any(argument in inside for argument in node.args[1:]) else "takes rows as matrices"
-    if offsets in node.all_input_nodes:
-        return "reads the experts' offsets beside their rows"
     rule = next((rule for targets, rule in _ROW_WISE if node.target in targets), None)
     if rule is None and not _is_pointwise(node.target):
         return "is not known to treat each row on its own"
-    count = rows.meta["val"].shape[0]
-    rank = max(tensor.dim() for tensor in _tensors(node, inside))
+    first = _rows_of(node, inside)
     for source in node.all_input_nodes:
         tensor = tensor_meta(source)
-        if source not in inside and tensor is not None and tensor.dim() == rank and same_size(tensor.shape[0], count):
+        aligned = tensor is not None and tensor.dim() == first.dim() and same_size(tensor.shape[0], first.shape[0])
+        if source not in inside and aligned:
             return f"takes {describe(source)}, which has one entry per row but does not travel with them"
     return rule(node) if rule is not None else ""
 
 
-def _tensors(node: fx.Node, inside: set[fx.Node]) -> Iterator[torch.Tensor]:
-    for source in node.all_input_nodes:
-        value = source.meta.get("val")
-        if source in inside:
-            yield from [value] if isinstance(value, torch.Tensor) else value
+def _rows_of(node: fx.Node, inside: set[fx.Node]) -> torch.Tensor:
+    """The widest of the rows that a node takes."""
+    values = [source.meta["val"] for source in node.all_input_nodes if source in inside]
+    tensors = [tensor for value in values for tensor in (value if isinstance(value, list | tuple) else [value])]
+    widest: torch.Tensor = max(tensors, key=lambda tensor: tensor.dim())
+    return widest
+
+
+def _differs_by_rank(node: fx.Node, inputs: Mapping[fx.Node, InputValue]) -> str:
+    """Why a value from outside is not the same on all ranks, '' when it is: made of weights and constants."""
+    seen: set[fx.Node] = set()
+    waiting = [node]
+    while waiting:
+        value = waiting.pop()
+        if value in seen or not isinstance(value.meta.get("val"), torch.Tensor | list | tuple):
+            continue  # sizes are those of the plan
+        seen.add(value)
+        if value in inputs and inputs[value].kind == "input":
+            return f"which depends on the {inputs[value].name} of this rank"
+        if torch.Tag.nondeterministic_seeded in getattr(value.target, "tags", ()):
+            return "which is random"
+        waiting += value.all_input_nodes
+    return ""
 
 
 def _is_pointwise(target: Any) -> bool:
@@ -168,7 +190,9 @@ def _not_over_first(node: fx.Node) -> str:
         for name, argument in zip(names, bound_args(node), strict=False)
         if name in ("dim", "dims", "dim0", "dim1")
     }
-    dims = [dim for argument in given.values() for dim in (argument if isinstance(argument, list | tuple) else [argument])]
+    dims = [
+        dim for argument in given.values() for dim in (argument if isinstance(argument, list | tuple) else [argument])
+    ]
     if not dims or any(not isinstance(dim, int) or dim % value.dim() == 0 for dim in dims):
         return "works along the first dimension, across rows"
     return ""
@@ -210,8 +234,7 @@ _ROW_WISE: Sequence[tuple[Targets, Keeps]] = (
     (aten("linear.default", "sym_size.int"), _always),
     (
         frozenset(
-            op.default
-            for op in (_OPS.gated_mlp_act, _OPS.sigmoid_gate, _OPS.rms_norm, _OPS.l2_norm, _OPS.gated_norm)
+            op.default for op in (_OPS.gated_mlp_act, _OPS.sigmoid_gate, _OPS.rms_norm, _OPS.l2_norm, _OPS.gated_norm)
         ),
         _always,
     ),

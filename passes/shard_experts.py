@@ -61,7 +61,7 @@ class ShardExperts(Pass):
         for permute in unit.graph.find_nodes(op="call_function", target=_OPS.permute.default):
             inputs = dict(unit.placeholders())
             try:
-                region = find_region(permute)
+                region = find_region(permute, inputs)
                 _check_count(region, context.plan.mesh)
                 stack = expert_weights(region, inputs)
             except Refused as refused:
@@ -183,7 +183,7 @@ def _write_sizes(node: fx.Node, old: Any, new: Any) -> None:
         first = argument[0] if isinstance(argument, list | tuple) and argument else None
         known = first.meta.get("val") if isinstance(first, fx.Node) else first
         if isinstance(known, int | torch.SymInt) and same_size(known, old) and _are_sizes(node, index):
-            node.update_arg(index, [new, *argument[1:]])  # type: ignore[index]
+            node.update_arg(index, [new, *argument[1:]])  # type: ignore[index, misc]
 
 
 def _are_sizes(node: fx.Node, index: int) -> bool:

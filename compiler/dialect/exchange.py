@@ -115,10 +115,11 @@ def _exchange(rows: Tensor, counts: Tensor, role: str, size: int | None = None) 
 
 
 def _exchange_fake(rows: Tensor, counts: Tensor, role: str, size: int | None) -> Tensor:
-    if size is None:
-        size = torch.library.get_ctx().new_dynamic_size()
-        expect_size(size, rows.shape[0])
-    return rows.new_empty(size, rows.shape[1])
+    if size is not None:
+        return rows.new_empty(size, rows.shape[1])
+    arriving = torch.library.get_ctx().new_dynamic_size()
+    expect_size(arriving, rows.shape[0])
+    return rows.new_empty(arriving, rows.shape[1])
 
 
 def _exchange_back(rows: Tensor, counts: Tensor, count: int, role: str) -> Tensor:
