@@ -27,13 +27,14 @@ class InputValue:
     """One placeholder. `name`: the weight's or buffer's path below the unit's module, or the input's name.
 
     On several ranks, a layer takes its weights as a gathered "bucket", and the outer unit takes a "shard" of each.
-    experts: the weight holds one rank's share of the experts (passes/shard_experts.py).
+    experts: for a weight whose experts (dimension 0) are spread over ranks, how many there are over all ranks; the
+    placeholder then has those of one rank. 0 for every other value.
     """
 
     kind: InputKind
     name: str
     requires_grad: bool = False
-    experts: bool = False
+    experts: int = 0
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@
    value is recomputed whose whole chain may run again.
 3. Never recomputed, whatever a rule says: routing decisions and other ops whose definition forbids it, random ops,
    and reads of buffers that the forward writes.
+4. A size that is data (the rows that an exchange delivers) is read off a tensor that backward has, else saved itself.
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ def partition(joint: Joint, *, recompute: bool = False) -> Partitioned:
         for source in [node] if node in forward else node.all_input_nodes:
             if source in forward:
                 chooser.need(source)
+    chooser.place_sizes()
     return Partitioned(
         joint,
         _forward_graph(joint, forward, chooser.saved),
@@ -118,6 +120,7 @@ class _Chooser:
         self._saved: dict[fx.Node, None] = {}
         self.again: set[fx.Node] = set()
         self.placements: list[Placement] = []
+        self.sizes: dict[fx.Node, tuple[fx.Node, int] | None] = {}
         self._recompute = recompute
         self._written = {joint.inputs[i] for i, v in enumerate(joint.unit.signature.inputs) if v.name in joint.buffers}
 
@@ -133,8 +136,10 @@ class _Chooser:
 
     def _decide(self, node: fx.Node) -> list[fx.Node]:
         """Place one value; returns the values that must be available for it."""
-        if node.op in ("placeholder", "get_attr") or node in self.again or node in self._saved or not _has_tensor(node):
+        if node.op in ("placeholder", "get_attr") or node in self.again or node in self._saved:
             return []
+        if not _has_tensor(node):
+            return self._note_size(node)
         maker = node.args[0] if is_getitem(node) and not is_view(node) else node
         assert isinstance(maker, fx.Node)
         allowed, reason = may_recompute(maker)
@@ -146,6 +151,30 @@ class _Chooser:
         if self._recompute and allowed:
             return self._run_again(node, maker, "the plan's recompute rule")
         self._save(node, reason or "backward uses it")
+        return []
+
+    def place_sizes(self) -> None:
+        """Find a tensor at hand for each size that is data; the size is saved where there is none."""
+        homes = {
+            str(size): (node, dim)
+            for node in self.saved
+            if is_tensor(node)
+            for dim, size in enumerate(node.meta["val"].shape)
+            if isinstance(size, torch.SymInt)
+        }
+        for node in self.sizes:
+            if node.args[0] not in self.again and node.args[0] not in self._saved:
+                self.sizes[node] = homes.get(str(node.meta["val"]))
+                if self.sizes[node] is None:
+                    self._saved[node] = None
+
+    def _note_size(self, node: fx.Node) -> list[fx.Node]:
+        value = node.meta.get("val")
+        if not isinstance(value, torch.SymInt) or value.node.has_hint():
+            return []
+        if node.target is not aten.sym_size.int:
+            return node.all_input_nodes
+        self.sizes[node] = None
         return []
 
     def _run_again(self, node: fx.Node, maker: fx.Node, reason: str) -> list[fx.Node]:
@@ -206,6 +235,10 @@ def _backward_graph(joint: Joint, backward: list[fx.Node], chooser: _Chooser) ->
         copies[node] = _placeholder(graph, node, ("saved", index))
     for index, node in joint.tangents.items():
         copies[node] = _placeholder(graph, node, ("tangent", index))
+    for node, home in chooser.sizes.items():
+        if home is not None:
+            copies[node] = graph.call_function(aten.sym_size.int, (copies[home[0]], home[1]))
+            copies[node].meta = dict(node.meta)
     wanted = set(backward) | chooser.again
     sizes = _ancestors([node for node in wanted]) - wanted
     for node in joint.graph.nodes:

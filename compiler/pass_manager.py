@@ -82,6 +82,10 @@ class Pass(Contract):
     def run(self, unit: Unit, context: PassContext) -> Report:
         """Rewrite `unit.graph` in place and say what was matched and what nearly was."""
 
+    def wanted(self, plan: Any) -> bool:
+        """Whether a plan asks for this pass at all."""
+        return True
+
     def expected(self, unit: Unit) -> str:
         """Why this unit looks as if it should have matched ('' when it does not): text for the warning."""
         return ""

@@ -164,7 +164,7 @@ def run_passes(captured: Capture, plan: Plan, log: PassLog, after_pass: AfterPas
 
 
 def selected_passes(plan: Plan) -> list[Pass]:
-    """Passes to run; a name in plan.disable that is no pass raises PlanError."""
+    """Passes that the plan wants and does not disable; a name in plan.disable that is no pass raises PlanError."""
     known = [step.name for step in SEMANTIC_PASSES]
     unknown = [name for name in plan.disable if name not in known]
     if unknown:
@@ -173,7 +173,7 @@ def selected_passes(plan: Plan) -> list[Pass]:
             where="plan.disable",
             hint=f"passes: {', '.join(known)}",
         )
-    return [step for step in SEMANTIC_PASSES if step.name not in plan.disable]
+    return [step for step in SEMANTIC_PASSES if step.wanted(plan) and step.name not in plan.disable]
 
 
 def example_inputs(model: nn.Module, plan: Plan, images: tuple[int, int] | None = None) -> dict[str, Tensor]:

@@ -21,6 +21,7 @@ from moec.passes.recognize_loss import RecognizeLoss
 from moec.passes.recognize_mlp import RecognizeMlp
 from moec.passes.recognize_norm import RecognizeNorm
 from moec.passes.recognize_route import RecognizeRoute
+from moec.passes.shard_experts import ShardExperts
 from moec.passes.shard_parameters import ShardParameters
 
 SEMANTIC_PASSES: tuple[Pass, ...] = (
@@ -36,6 +37,7 @@ SEMANTIC_PASSES: tuple[Pass, ...] = (
     RecognizeLoss(),
     FuseAttentionGate(),
     FuseKda(),
+    ShardExperts(),
 )
 
 SHARDING_PASSES: tuple[PlacementPass, ...] = (ShardParameters(), PrefetchGathers())

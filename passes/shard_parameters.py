@@ -56,7 +56,7 @@ class Kind:
 
     def takes(self, value: InputValue) -> bool:
         """Whether a weight belongs into such a bucket."""
-        return value.experts == (self.role == "experts")
+        return bool(value.experts) == (self.role == "experts")
 
 
 DENSE = Kind("dense", "bucket", "gather", "scatter", "")

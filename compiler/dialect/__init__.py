@@ -5,6 +5,15 @@ from moec.compiler.dialect.attention import attention
 from moec.compiler.dialect.conv import short_conv
 from moec.compiler.dialect.delta_rule import delta_rule
 from moec.compiler.dialect.depth_mix import depth_mix
+from moec.compiler.dialect.exchange import (
+    exchange,
+    exchange_back,
+    exchange_counts,
+    exchange_padded,
+    exchange_padded_back,
+    local_offsets,
+    overflow,
+)
 from moec.compiler.dialect.experts import grouped_linear, permute, unpermute
 from moec.compiler.dialect.kda import kda
 from moec.compiler.dialect.loss import linear_cross_entropy
@@ -22,6 +31,11 @@ __all__ = [
     "define",
     "delta_rule",
     "depth_mix",
+    "exchange",
+    "exchange_back",
+    "exchange_counts",
+    "exchange_padded",
+    "exchange_padded_back",
     "gated_mlp_act",
     "gated_norm",
     "grouped_linear",
@@ -30,7 +44,9 @@ __all__ = [
     "kda",
     "l2_norm",
     "linear_cross_entropy",
+    "local_offsets",
     "lookup",
+    "overflow",
     "pack_gradients",
     "permute",
     "rms_norm",

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import math
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -109,10 +110,25 @@ def nbytes(value: Any) -> int:
 
 
 def size_hint(size: int | torch.SymInt) -> int:
-    """A size as a number: a symbolic one by its hint, 1 where it has none. Never adds a guard, as int() would."""
+    """A size as a number: a symbolic one by its hint, or by what is expected of data (`expect_size`), 1 else.
+
+    Never adds a guard, as int() would.
+    """
     if isinstance(size, int):
         return size
-    return int(size.node.hint) if size.node.has_hint() else 1
+    if size.node.has_hint():
+        return int(size.node.hint)
+    value = size.node.expr.subs(_EXPECTED.get(size.node.shape_env, {}))
+    return int(value) if value.is_number else 1
+
+
+def expect_size(size: Any, like: int | torch.SymInt) -> None:
+    """Let costs count `size`, a symbol whose value is data, as a number of `like`."""
+    _EXPECTED.setdefault(size.node.shape_env, {})[size.node.expr] = size_hint(like)
+
+
+# By the shape environment that a symbol belongs to.
+_EXPECTED: weakref.WeakKeyDictionary[Any, dict[sympy.Expr, int]] = weakref.WeakKeyDictionary()
 
 
 def _bind_shape(op: str, argument: str, names: list[str], shape: Sequence[Any], sizes: dict[str, sympy.Expr]) -> None:
