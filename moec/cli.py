@@ -25,19 +25,25 @@ if TYPE_CHECKING:
     import torch
 
     from moec.compiler.plan import Plan
+    from moec.runtime.ranks import Ranks
 
 USE_ERROR, DIFFERENCE = 2, 1
 _PIPE_WIDTH = 120
+_ARGUMENTS = "moec.arguments"
 
 
 class _Commands(TyperGroup):
-    """Prints the errors that moec raises on purpose, instead of a traceback."""
+    """Prints the errors that moec raises on purpose, instead of a traceback; keeps the arguments for further ranks."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta[_ARGUMENTS] = list(args)
+        return super().parse_args(ctx, args)
 
     def invoke(self, context: Any) -> Any:
         try:
             return super().invoke(context)
         except MoecError as error:
-            Console(stderr=True).print(Text(f"error: {error}", style="red"), soft_wrap=True)
+            Console(stderr=True).print(Text(f"{_rank_prefix()}error: {error}", style="red"), soft_wrap=True)
             raise typer.Exit(USE_ERROR) from error
 
 
@@ -67,6 +73,13 @@ TokenizerOption = Annotated[
     Path | None, typer.Option(help="Hugging Face tokenizer.json; without it a token is a byte.")
 ]
 PatternOption = Annotated[list[str], typer.Option(help="File names to read inside folders, as '*.py'; repeatable.")]
+RanksOption = Annotated[
+    int,
+    typer.Option(help="Start this many ranks on this machine, and set mesh.fsdp unless the plan does."),
+]
+SilenceOption = Annotated[
+    float, typer.Option("--rank-timeout", help="Seconds after which a silent rank counts as dead.")
+]
 BoardOption = Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard events too.")]
 
 
@@ -153,6 +166,7 @@ def verify(
 
 @app.command()
 def train(
+    context: typer.Context,
     target: TargetArgument,
     data: DataOption,
     steps: StepsOption,
@@ -167,19 +181,30 @@ def train(
     plan: PlanOption = None,
     settings: SetOption = [],  # noqa: B006
     device: DeviceOption = None,
+    ranks: RanksOption = 1,
+    rank_timeout: SilenceOption = 30.0,
 ) -> None:
-    """Train a model on text through its compiled step."""
+    """Train a model on text through its compiled step, on one rank or on several.
+
+    Several: with --ranks on this machine, or started as `torchrun --nproc-per-node N -m moec train ...`.
+    """
     from moec.running import RunOptions, TextOptions
+    from moec.runtime.launch import launch, launched
     from moec.settings import read_plan, with_packing
     from moec.targets import build_target
     from moec.training import train_model
 
-    chosen, given = read_plan(plan, settings)
-    model = build_target(target, dtype=_dtype(chosen), device=_device(device), seed=seed, weights=weights)
+    if ranks != 1 and launched() is None:
+        raise typer.Exit(launch([sys.executable, "-m", "moec", *context.meta[_ARGUMENTS]], ranks))
+    world = (launched() or (0, 1))[1]
+    chosen, given = read_plan(plan, settings, {"mesh": {"fsdp": world}})
+    place, own = _joined(_device(device), chosen)
+    model = build_target(target, dtype=_dtype(chosen), device=place, seed=seed, weights=weights)
     text = TextOptions(data, pattern, tokenizer, seed)
-    options = RunOptions(steps, out, resume, checkpoint_every, tensorboard)
+    options = RunOptions(steps, out, resume, checkpoint_every, tensorboard, rank_timeout)
     console = _console()
-    _, summary = train_model(model, with_packing(chosen, given, model), text, options, console)
+    console.quiet = not own.is_first
+    _, summary = train_model(model, with_packing(chosen, given, model), text, options, console, ranks=own)
     _print_summary(console, summary, out)
 
 
@@ -242,6 +267,21 @@ def _device(name: str | None) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise PlanError(f"there is no {name} here", hint="leave --device out to run on the CPU")
     return device
+
+
+def _joined(device: torch.device, plan: Plan) -> tuple[torch.device, Ranks]:
+    """The device of this rank, and which one it is; the only one where no launcher has started this process."""
+    from moec.runtime.groups import connect
+    from moec.runtime.launch import join, launched
+
+    if launched() is not None:
+        device = join(device)
+    return device, connect(plan.mesh, device)
+
+
+def _rank_prefix() -> str:
+    rank = os.environ.get("RANK")
+    return f"rank {rank}: " if rank is not None and os.environ.get("WORLD_SIZE") != "1" else ""
 
 
 def _print_summary(console: Console, summary: Any, out: Path) -> None:

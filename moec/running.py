@@ -15,6 +15,7 @@ from moec.compiler.errors import PlanError
 from moec.compiler.plan import Plan
 from moec.runtime import PackedText, StepResult, TrainSummary, export_weights
 from moec.runtime import train as run_loop
+from moec.runtime.ranks import Ranks
 from moec.runtime.tokenizer import FileTokenizer
 from moec.step import CompiledStep
 
@@ -36,17 +37,22 @@ class TextOptions:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How long to train and what to write. steps: of the whole run, those before a resume included."""
+    """How long to train and what to write.
+
+    steps: of the whole run, those before a resume included. rank_seconds: how long one of several ranks may be silent
+    before the others stop.
+    """
 
     steps: int
     out: Path
     resume: bool = False
     checkpoint_every: int = 0
     tensorboard: bool = False
+    rank_seconds: float = 30.0
 
 
-def open_text(text: TextOptions, plan: Plan, vocabulary: int | None) -> PackedText:
-    """The batches of a plan over text.
+def open_text(text: TextOptions, plan: Plan, vocabulary: int | None, ranks: Ranks | None = None) -> PackedText:
+    """The batches of a plan over text, on several ranks the rows of this one.
 
     Raises DataError when there is none or the tokenizer does not fit, PlanError for a plan that needs more than text.
     """
@@ -67,6 +73,8 @@ def open_text(text: TextOptions, plan: Plan, vocabulary: int | None) -> PackedTe
         vocabulary=vocabulary,
         patterns=text.patterns,
         seed=text.seed,
+        ranks=plan.mesh.world,
+        rank=ranks.rank if ranks is not None else 0,
     )
 
 
@@ -76,6 +84,7 @@ def run(
     options: RunOptions,
     console: Console,
     on_step: Callable[[int, StepResult], None] | None = None,
+    ranks: Ranks | None = None,
 ) -> TrainSummary:
     """Train, and write the final weights to OUT/weights.safetensors."""
     step.total_steps = options.steps
@@ -89,6 +98,8 @@ def run(
         tensorboard=options.tensorboard,
         console=console,
         on_step=on_step,
+        ranks=ranks,
+        rank_seconds=options.rank_seconds,
     )
     export_weights(step.state, options.out / FINAL_WEIGHTS)
     return summary

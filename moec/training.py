@@ -10,19 +10,24 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from pathlib import Path
 
 from rich.console import Console
 from torch import nn
 
 import moec
+from moec.artifact import check_fingerprint
 from moec.compiler.errors import ArtifactError, CheckpointError
 from moec.compiler.plan import Plan
+from moec.emit import emit
 from moec.models.adapters import training_view
 from moec.running import RunOptions, TextOptions, open_text, run
 from moec.runtime import StepResult, TrainSummary, latest_checkpoint
+from moec.runtime.control import first_rank_decides
 from moec.runtime.identity import may_change
 from moec.runtime.loop import CHECKPOINTS
 from moec.runtime.metrics import METRICS
+from moec.runtime.ranks import Ranks
 from moec.step import CompiledStep
 
 ARTIFACT = "artifact"
@@ -35,15 +40,21 @@ def train_model(
     options: RunOptions,
     console: Console,
     on_step: Callable[[int, StepResult], None] | None = None,
+    ranks: Ranks | None = None,
 ) -> tuple[CompiledStep, TrainSummary]:
     """Compile a step for `model` and train; on resume the run's own artefact is used again where it fits.
 
-    Everything that can be wrong with the data or the folder is found before the compilation.
+    Everything that can be wrong with the data or the folder is found before the compilation. On several connected ranks
+    all call it together, with OUT in a file system that they share: rank 0 compiles, and all load what it wrote.
     """
+    ranks = ranks or Ranks()
     _check_out(options)
-    data = open_text(text, plan, training_view(model, plan).vocabulary)
-    step = _compiled(model, plan, options, console)
-    return step, run(step, data, options, console, on_step)
+    data = open_text(text, plan, training_view(model, plan).vocabulary, ranks)
+    if ranks.world == 1:
+        step = _compiled(model, plan, options, console)
+    else:
+        step = _compiled_once(model, plan, options, console, ranks)
+    return step, run(step, data, options, console, on_step, ranks)
 
 
 def _check_out(options: RunOptions) -> None:
@@ -66,10 +77,36 @@ def _compiled(model: nn.Module, plan: Plan, options: RunOptions, console: Consol
             console.print(f"compiling again: {error.where} differs, {error.why}", highlight=False, markup=False)
     with console.status("compiling"):
         step = moec.compile(model, plan)
-    # Renamed into place, so that a kill cannot leave half an artefact for a resume to find.
+    step.save(_make_room(folder)).rename(folder)
+    step.folder = folder
+    return step
+
+
+def _compiled_once(model: nn.Module, plan: Plan, options: RunOptions, console: Console, ranks: Ranks) -> CompiledStep:
+    folder = options.out / ARTIFACT
+
+    def written() -> str:
+        if options.resume and folder.is_dir():
+            try:
+                check_fingerprint(folder, plan, model)
+                return ""
+            except ArtifactError as error:
+                if not may_change(error.where):
+                    raise
+                console.print(f"compiling again: {error.where} differs, {error.why}", highlight=False, markup=False)
+        with console.status("compiling"):
+            partial = _make_room(folder)
+            emit(model, plan, partial)
+        partial.rename(folder)
+        return ""
+
+    first_rank_decides(written, ranks, next(model.parameters()).device)
+    return moec.load(folder, model, plan=plan)
+
+
+def _make_room(folder: Path) -> Path:
+    """Where to write an artefact before it is renamed into place: a kill then leaves none for a resume to find."""
     partial = folder.with_name(f"{ARTIFACT}.partial")
     for old in (partial, folder):
         shutil.rmtree(old, ignore_errors=True)
-    step.save(partial).rename(folder)
-    step.folder = folder
-    return step
+    return partial
