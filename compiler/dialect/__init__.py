@@ -18,6 +18,7 @@ from moec.compiler.dialect.experts import grouped_linear, permute, unpermute
 from moec.compiler.dialect.kda import kda
 from moec.compiler.dialect.loss import linear_cross_entropy
 from moec.compiler.dialect.norm import gated_norm, l2_norm, rms_norm
+from moec.compiler.dialect.rank_mean import rank_mean
 from moec.compiler.dialect.registry import DEFINITIONS, Definition, define, lookup
 from moec.compiler.dialect.route import balanced_bias, route, route_histogram
 from moec.compiler.dialect.shards import pack_gradients, unshard
@@ -49,6 +50,7 @@ __all__ = [
     "overflow",
     "pack_gradients",
     "permute",
+    "rank_mean",
     "rms_norm",
     "route",
     "route_histogram",

@@ -8,7 +8,8 @@ own cannot have such a side effect, so here
 3. a hook on that layer takes the list off again and hands it to the outer list. With no outer list open the layer is
    being traced alone, and the logits stay in its result.
 
-The loss itself is the model's own `load_balancing_loss_func`.
+The loss itself is the model's own `load_balancing_loss_func`; what becomes of it on several ranks is in
+`rank_balance.py`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from moec.compiler.errors import UnsupportedModelError
 from moec.compiler.regions import find_regions
+from moec.models.huggingface.rank_balance import loss_of_rank
 from moec.models.huggingface.swaps import Notes, replaced
 
 
@@ -70,10 +72,16 @@ class BalanceLoss:
         finally:
             self._open = outer
 
-    def __call__(self, logits: list[Tensor]) -> Tensor:
-        """The model's loss (scalar, not yet times the coefficient) for the logits of all its routers."""
+    def __call__(self, logits: list[Tensor], ranks: int = 1) -> Tensor:
+        """The model's loss (scalar, not yet times the coefficient) for the logits of all its routers.
+
+        On several ranks this one's part of it: the parts add up to the loss of the tokens of all ranks.
+        """
+        return self._loss(tuple(logits)) if ranks == 1 else loss_of_rank(self._loss, tuple(logits), ranks)
+
+    def _loss(self, logits: tuple[Tensor, ...]) -> Tensor:
         assert self._function is not None
-        return self._function(tuple(logits), *self._arguments, None)  # type: ignore[no-any-return]
+        return self._function(logits, *self._arguments, None)  # type: ignore[no-any-return]
 
     def _required(self, name: str) -> Any:
         if not hasattr(self._model, name):

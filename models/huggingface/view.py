@@ -4,7 +4,7 @@
 2. The model's loss function is asked for a sum instead of a mean, and the sum is scaled by `inverse_tokens`, so that
    a batch without valid tokens gives 0.
 3. The load-balancing loss, where the model's config switches it on, is the model's own function of the router logits,
-   times its coefficient and one over the number of microbatches.
+   times its coefficient and one over the number of microbatches; on several ranks with the load over all of them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class HuggingFaceView(nn.Module):
         self.model = model
         self.notes = Notes()
         self._balance = BalanceLoss(model)
-        self._accumulation = plan.accumulation
+        self._accumulation, self._ranks = plan.accumulation, plan.mesh.world
         self._prepared = False
         self._swaps: tuple[Swap, ...] = (
             exportable_experts,
@@ -95,7 +95,7 @@ class HuggingFaceView(nn.Module):
                 use_cache=False,
                 **self._options(),
             )
-        return self._losses(output.loss * inverse_tokens, logits)
+        return self._losses(output.loss * inverse_tokens, logits, self._ranks)
 
     @torch.compiler.disable
     def reference(
@@ -121,10 +121,10 @@ class HuggingFaceView(nn.Module):
                 total = total + output.loss
         return self._losses(total * inverse_tokens, logits)
 
-    def _losses(self, lm_loss: Tensor, logits: list[Tensor]) -> dict[str, Tensor]:
+    def _losses(self, lm_loss: Tensor, logits: list[Tensor], ranks: int = 1) -> dict[str, Tensor]:
         if not self._balance.enabled:
             return {"objective": lm_loss, "lm_loss": lm_loss.detach().clone()}
-        aux_loss = self._balance(logits) / self._accumulation
+        aux_loss = self._balance(logits, ranks) / self._accumulation
         return {
             "objective": lm_loss + self._balance.coefficient * aux_loss,
             "lm_loss": lm_loss.detach().clone(),

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -219,15 +218,6 @@ def test_rows_that_do_not_fit_the_counts_are_refused() -> None:
 
 
 # one rank: a real group
-
-
-@pytest.fixture(scope="module")
-def group() -> Iterator[str]:
-    """The name of a gloo group of one rank."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    assert dist.group.WORLD is not None
-    yield dist.group.WORLD.group_name
-    dist.destroy_process_group()
 
 
 def samples(group: str) -> dict[str, tuple[Any, ...]]:

@@ -1,0 +1,57 @@
+"""C25: the same coefficient gives the same balance gradient on any number of ranks.
+
+Hugging Face models: counts are those of all ranks, so every gradient is that of one rank with the whole batch. A model
+that returns its whole loss (C24's): each rank's loss, its balance part included, counts by its valid tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import moec
+from moec.compiler.plan import MeshPlan, Plan
+from moec.placing import UnconnectedStep
+from moec.rank_checks import verify_lockstep
+
+from ..models.huggingface.support import build
+from ..spine import PLAN, assert_equal_gradients, batch_for, eager, seeded
+from .test_c24_auxiliary_loss import Model
+
+
+def with_aux_loss(kind: str) -> nn.Module:
+    model: Any = build(kind, output_router_logits=True, router_aux_loss_coef=0.5).model
+    return model.train()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("kind", "fsdp", "ep"), [("mixtral", 2, 1), ("mixtral", 4, 4), ("gpt_oss", 3, 3), ("qwen3_next", 2, 2)]
+)
+def test_c25_counts_of_all_ranks(kind: str, fsdp: int, ep: int) -> None:
+    plan = Plan(batch=1, length=16, accumulation=2, mesh=MeshPlan(fsdp=fsdp, ep=ep))
+    report = verify_lockstep(with_aux_loss(kind), plan, steps=1)
+    assert report.equal, str(report)
+    names = {comparison.name for comparison in report.comparisons}
+    assert "aux_loss" in names
+    assert any("mlp.gate.weight" in name or "router.weight" in name for name in names)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_c25_each_rank_by_itself(ranks: int) -> None:
+    model = seeded(Model, 0.1)
+    plan = Plan(batch=1, length=PLAN.length, mesh=MeshPlan(fsdp=ranks))
+    batch = batch_for(Plan(batch=ranks, length=PLAN.length))
+    many = cast(UnconnectedStep, moec.compile(model, plan)).simulate_ranks()
+    found = many.gradients(batch)
+    valid = [int((row[1:] != -100).sum()) for row in batch["labels"]]
+    assert len(set(valid)) > 1
+    wanted: dict[str, Tensor | None] = {}
+    for rank, count in enumerate(valid):
+        _, grads = eager(model, {name: value[rank : rank + 1] for name, value in batch.items()})
+        for name, grad in grads.items():
+            assert grad is not None
+            wanted[name] = grad * (count / sum(valid)) + wanted.get(name, torch.zeros(()))  # type: ignore[operator]
+    assert_equal_gradients(found, wanted)
