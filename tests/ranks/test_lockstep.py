@@ -1,0 +1,104 @@
+"""N ranks in lock step against one rank: loss, every gradient, three optimizer steps; and that a wrong step is seen."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import pytest
+import torch
+
+import moec
+from moec.placing import UnconnectedStep
+from moec.rank_checks import joined_batches, joined_plan, verify_lockstep
+from tests.ranks.models import HUGGINGFACE, MESHES, PRESETS, model_of, needs_transformers, plan_of
+
+QUICK = ((2, 1), (4, 2), (3, 3))
+
+
+def check(name: str, fsdp: int, ep: int, **mesh: object) -> None:
+    report = verify_lockstep(model_of(name), plan_of(fsdp, ep, packing=name in PRESETS, **mesh))
+    assert report.equal, str(report)
+    losses = [loss for loss, _ in report.losses]
+    assert len(losses) == 3
+    assert losses[0] != losses[-1], "a step that does nothing would be equal too"
+
+
+@pytest.mark.parametrize(("fsdp", "ep"), QUICK)
+def test_ranks_equal_one_rank(fsdp: int, ep: int) -> None:
+    check("k3-tiny", fsdp, ep)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fsdp", "ep"), [mesh for mesh in MESHES if mesh not in QUICK])
+def test_ranks_of_every_mesh_equal_one_rank(fsdp: int, ep: int) -> None:
+    check("k3-tiny", fsdp, ep)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fsdp", "ep"), MESHES)
+def test_sparse_attention_on_ranks(fsdp: int, ep: int) -> None:
+    check("k3-dsa-tiny", fsdp, ep)
+
+
+@pytest.mark.slow
+@needs_transformers
+@pytest.mark.parametrize(("fsdp", "ep"), MESHES)
+@pytest.mark.parametrize("name", HUGGINGFACE)
+def test_hugging_face_models_on_ranks(name: str, fsdp: int, ep: int) -> None:
+    check(name, fsdp, ep)
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [{"gather": "keep"}, {"prefetch": 0}, {"prefetch": 5, "gather": "keep"}],
+    ids=lambda mesh: " ".join(f"{name}={value}" for name, value in mesh.items()),
+)
+def test_how_weights_are_gathered_changes_no_bit(mesh: dict[str, object]) -> None:
+    usual, other = (_gradients(**changes) for changes in ({}, mesh))
+    assert usual.keys() == other.keys()
+    assert all(torch.equal(usual[name], other[name]) for name in usual)
+
+
+def _gradients(**mesh: object) -> dict[str, torch.Tensor]:
+    plan = plan_of(2, 2, packing=True, **mesh)
+    model = model_of("k3-tiny")
+    step = cast(UnconnectedStep, moec.compile(model, plan))
+    return step.simulate_ranks(2).gradients(joined_batches(model, plan, 1, 0)[0])
+
+
+def test_accumulated_microbatches_on_ranks_equal_one_rank() -> None:
+    """Valid tokens differ between ranks and microbatches, and one rank has none in the second."""
+    plan = moec.Plan(batch=1, length=24, packing=True, accumulation=2, mesh=plan_of(2, 2).mesh)
+    model = model_of("k3-tiny")
+    batch = joined_batches(model, plan, 1, 0)[0]
+    batch["labels"][1, 1, :] = -100
+    one = moec.compile(model_of("k3-tiny"), joined_plan(plan)).gradients(batch)
+    many = cast(UnconnectedStep, moec.compile(model, plan)).simulate_ranks().gradients(batch)
+    assert one.keys() == many.keys()
+    for name, gradient in one.items():
+        assert float((many[name] - gradient).norm()) <= 1e-5 * float(gradient.norm()), name
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"sum", 2, "scatter"', '"max", 2, "scatter"'),
+        ('state.shard("layers.3.attention")', 'state.shard("layers.7.attention")'),
+        ("d_add_3 = d_output_mix_3 + d_feed_forward_mix_3", "d_add_3 = d_output_mix_3 + 2 * d_feed_forward_mix_3"),
+    ],
+    ids=["another reduction", "another layer's weights", "a factor in backward"],
+)
+def test_a_wrong_program_is_seen(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import moec.driver as driver
+
+    emit = driver.write_program
+
+    def wrong(*args: object, **kwargs: object) -> object:
+        program = emit(*args, **kwargs)  # type: ignore[arg-type]
+        if "c10d." not in program.text:
+            return program
+        assert old in program.text
+        return type(program)(program.text.replace(old, new), program.constants)
+
+    monkeypatch.setattr(driver, "write_program", wrong)
+    assert not verify_lockstep(model_of("k3-tiny"), plan_of(2, 1, packing=True), steps=1).equal
