@@ -168,18 +168,19 @@ def train(
     settings: SetOption = [],  # noqa: B006
     device: DeviceOption = None,
 ) -> None:
-    """Train a model on text through its compiled step."""
+    """Train a model on text through its compiled step. A resumed run keeps its plan, but for the fields given here."""
     from moec.running import RunOptions, TextOptions
     from moec.settings import read_plan, with_packing
     from moec.targets import build_target
-    from moec.training import train_model
+    from moec.training import earlier_plan, train_model
 
-    chosen, given = read_plan(plan, settings)
+    earlier = earlier_plan(out) if resume else {}
+    chosen, given = read_plan(plan, settings, earlier)
     model = build_target(target, dtype=_dtype(chosen), device=_device(device), seed=seed, weights=weights)
     text = TextOptions(data, pattern, tokenizer, seed)
     options = RunOptions(steps, out, resume, checkpoint_every, tensorboard)
     console = _console()
-    _, summary = train_model(model, with_packing(chosen, given, model), text, options, console)
+    _, summary = train_model(model, with_packing(chosen, given | set(earlier), model), text, options, console)
     _print_summary(console, summary, out)
 
 
@@ -246,12 +247,13 @@ def _device(name: str | None) -> torch.device:
 
 def _print_summary(console: Console, summary: Any, out: Path) -> None:
     losses = summary.losses
-    fell = f"loss {losses[0]:.4f} -> {losses[-1]:.4f}, " if losses else ""
-    rate = summary.tokens / summary.seconds if summary.seconds else 0.0
+    if losses:
+        rate = summary.tokens / summary.seconds
+        done = f"loss {losses[0]:.4f} -> {losses[-1]:.4f}, {rate:,.0f} tokens/s"
+    else:
+        done = "nothing was left to do"
     console.print(
-        f"steps {summary.first_step} -> {summary.last_step}, {fell}{rate:,.0f} tokens/s; all in {out}",
-        highlight=False,
-        soft_wrap=True,
+        f"steps {summary.first_step} -> {summary.last_step}, {done}; all in {out}", highlight=False, soft_wrap=True
     )
 
 

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from torch import nn
 
 import moec
+from moec.artifact import PLAN, write_plan
 from moec.compiler.errors import ArtifactError, CheckpointError
 from moec.compiler.plan import Plan
 from moec.models.adapters import training_view
@@ -46,6 +49,12 @@ def train_model(
     return step, run(step, data, options, console, on_step)
 
 
+def earlier_plan(out: Path) -> dict[str, Any]:
+    """Fields of the plan that the run in `out` has been trained with; none when there is none yet."""
+    path = out / ARTIFACT / PLAN
+    return Plan.from_yaml(path).to_dict() if path.is_file() else {}
+
+
 def _check_out(options: RunOptions) -> None:
     out = options.out
     if options.resume and not out.is_dir():
@@ -59,7 +68,9 @@ def _compiled(model: nn.Module, plan: Plan, options: RunOptions, console: Consol
     folder = options.out / ARTIFACT
     if options.resume and folder.is_dir():
         try:
-            return moec.load(folder, model, plan=plan)
+            step = moec.load(folder, model, plan=plan)
+            write_plan(folder, plan)
+            return step
         except ArtifactError as error:
             if not may_change(error.where):
                 raise
