@@ -31,14 +31,19 @@ _PIPE_WIDTH = 120
 
 
 class _Commands(TyperGroup):
-    """Prints the errors that moec raises on purpose, instead of a traceback."""
+    """Prints errors that moec raises on purpose, and paths that cannot be used, instead of a traceback."""
 
     def invoke(self, context: Any) -> Any:
         try:
             return super().invoke(context)
         except MoecError as error:
-            Console(stderr=True).print(Text(f"error: {error}", style="red"), soft_wrap=True)
-            raise typer.Exit(USE_ERROR) from error
+            text = str(error)
+            cause: Exception = error
+        except (PermissionError, FileExistsError, NotADirectoryError, IsADirectoryError) as error:
+            text = f"{error.strerror}: {error.filename}"
+            cause = error
+        Console(stderr=True).print(Text(f"error: {text}", style="red"), soft_wrap=True)
+        raise typer.Exit(USE_ERROR) from cause
 
 
 app = typer.Typer(

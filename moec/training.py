@@ -24,7 +24,7 @@ from moec.models.adapters import training_view
 from moec.running import RunOptions, TextOptions, open_text, run
 from moec.runtime import StepResult, TrainSummary, latest_checkpoint
 from moec.runtime.identity import may_change
-from moec.runtime.loop import CHECKPOINTS
+from moec.runtime.loop import CHECKPOINTS, check_request
 from moec.runtime.metrics import METRICS
 from moec.step import CompiledStep
 
@@ -57,6 +57,7 @@ def earlier_plan(out: Path) -> dict[str, Any]:
 
 def _check_out(options: RunOptions) -> None:
     out = options.out
+    check_request(options.steps, options.checkpoint_every, out)
     if options.resume and not out.is_dir():
         raise CheckpointError(f"there is no run in {out} to resume", hint="check the folder given as --out")
     holds_run = (out / METRICS).exists() or latest_checkpoint(out / CHECKPOINTS) is not None
