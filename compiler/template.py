@@ -50,7 +50,8 @@ class Template:
     """One program shared by all `calls`.
 
     inputs, weights: descriptions of what the program takes. results: what the region returns, then the new values of
-    the buffers it writes (`mutated`). saved, grads: filled in by differentiation and partition.
+    the buffers it writes (`mutated`). changing: weights and buffers that something in a forward writes, its own writes
+    included. saved, grads: filled in by differentiation and partition.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Template:
     results: tuple[ValueSpec, ...]
     mutated: tuple[str, ...]
     unit: Unit
+    changing: tuple[str, ...] = ()
     saved: tuple[ValueSpec, ...] = ()
     grads: tuple[ValueSpec, ...] = ()
     tangent_positions: tuple[int, ...] = ()

@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,6 +41,7 @@ from moec.compiler.printer import StageGraphs, graph_text
 from moec.compiler.recompute_rules import apply_recompute_rules
 from moec.compiler.region_op import templates_in_scope
 from moec.compiler.spec import check_joint, check_placed, check_stage
+from moec.compiler.template import Template
 from moec.compiler.unused_results import detach_unused_results
 from moec.compiler.view import TrainingView
 from moec.models.adapters import training_view
@@ -202,11 +203,6 @@ def weights_without_gradient(compilation: Compilation) -> list[str]:
     joint = compilation.outer.joint if compilation.outer is not None else None
     assert joint is not None
     reached = {joint.unit.signature.inputs[index].name for index in joint.grads}
-    for section in compilation.sections:
-        own = section.parts.joint
-        names = {own.unit.signature.inputs[index].name for index in own.grads}
-        lost = set(section.template.weight_names) - names
-        reached -= {f"{path}.{name}" for path in section.template.paths for name in lost}
     tied = compilation.captured.tied
     wanted = [n for n, p in compilation.model.named_parameters(remove_duplicate=False) if p.requires_grad]
     return [
@@ -271,13 +267,15 @@ def _differentiate_and_place(result: Compilation) -> None:
         count(graphs.values())
     with _timed(log, "placed") as count:
         for template in captured.templates.values():
-            parts = _partitioned(joints[template.unit.name], plan, recompute=template.name in recomputed)
+            parts = _partitioned(
+                joints[template.unit.name], plan, recompute=template.name in recomputed, changing=template.changing
+            )
             template.place(parts)
             result.sections.append(Section(template, parts))
     with _timed(log, "joint (outer)") as count, templates_in_scope(captured.templates):
         _report_only(captured.program.outer)
         outer = _differentiated(captured.program.outer, plan)
-        _by_path_only(outer)
+        _by_path_only(outer, captured.templates)
         graphs[OUTER] = outer.graph
         count([outer.graph])
     result.stages["joint"] = StageGraphs("joint", {name: graph_text(graph) for name, graph in graphs.items()})
@@ -302,8 +300,8 @@ def _differentiated(unit: Unit, plan: Plan) -> Joint:
     return joint
 
 
-def _partitioned(joint: Joint, plan: Plan, *, recompute: bool = False) -> Partitioned:
-    parts = partition(joint, recompute=recompute)
+def _partitioned(joint: Joint, plan: Plan, *, recompute: bool = False, changing: Collection[str] = ()) -> Partitioned:
+    parts = partition(joint, recompute=recompute, changing=changing)
     if plan.check:
         check_placed(parts)
     return parts
@@ -323,16 +321,25 @@ def _report_only(unit: Unit) -> None:
     unit.module.recompile()
 
 
-def _by_path_only(outer: Joint) -> None:
-    """In the emitted program a layer finds its weights and saved values by its path: drop them from the calls."""
+def _by_path_only(outer: Joint, templates: Mapping[str, Template]) -> None:
+    """In the emitted program a layer finds its weights and saved values by its path: drop them from the calls.
+
+    What stays are the values of buffers that the forward writes.
+    """
     for node in outer.graph.nodes:
         if node.target is torch.ops.moec.region.default:
-            template, path, inputs, _ = node.args
-            node.args = (template, path, inputs, [])
+            template, path, inputs, weights = node.args
+            known = templates[str(template)]
+            values = dict(zip(known.weight_names, map(_uncopied, weights), strict=True))
+            node.args = (template, path, inputs, [values[name] for name in known.changing])
         elif node.target is torch.ops.moec.region_backward.default:
             template, path, *_, tangents = node.args
             node.args = (template, path, [], [], [], tangents)
     outer.graph.eliminate_dead_code()
+
+
+def _uncopied(value: fx.Node) -> fx.Node:
+    return value.args[0] if value.target is torch.ops.aten.clone.default else value  # type: ignore[return-value]
 
 
 def _emit(result: Compilation) -> ProgramText:
@@ -344,6 +351,7 @@ def _emit(result: Compilation) -> ProgramText:
         result.sections,
         result.outer,
         names,
+        result.captured.tied,
         update_text(result.plan, balanced_routers(result)),
     )
 
