@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from moec.codegen.buffer_writes import BufferWrites, buffer_writes
 from moec.codegen.function import INDENT, FunctionWriter, fold, identifier
 from moec.compiler.collectives import WAIT
 from moec.compiler.dialect.registry import nbytes
@@ -55,14 +56,19 @@ def write_program(
     sections: Sequence[Section],
     outer: Partitioned,
     results: Sequence[str],
+    tied: Mapping[str, str],
     update: str,
 ) -> ProgramText:
-    """The text of step.py. header: its docstring. results: names of the outer results. update: body of update()."""
+    """The text of step.py.
+
+    header: its docstring. results: names of the outer results. tied: other path of a weight or buffer -> its owner.
+    update: body of update().
+    """
     constants: dict[str, Tensor] = {}
     blocks: list[str] = []
     for section in sections:
         blocks += _template_functions(section, constants)
-    blocks += _model_functions({s.template.name: s for s in sections}, outer, results, constants)
+    blocks += _model_functions({s.template.name: s for s in sections}, outer, results, tied, constants)
     blocks.append(_function("def update(state, lr):", [f'"""{_UPDATE_DOC}"""', *update.splitlines()]))
     blocks.append(_STEP)
     blocks.insert(0, _preamble(header, device, "\n".join(blocks)))
@@ -176,37 +182,47 @@ def _buckets(signature: Signature) -> list[str]:
 
 
 def _model_functions(
-    sections: Mapping[str, Section], outer: Partitioned, results: Sequence[str], constants: dict[str, Tensor]
+    sections: Mapping[str, Section],
+    outer: Partitioned,
+    results: Sequence[str],
+    tied: Mapping[str, str],
+    constants: dict[str, Tensor],
 ) -> list[str]:
-    forward, saved_names = _model_forward(sections, outer, results, constants)
+    forward, saved_names = _model_forward(sections, outer, results, tied, constants)
     return [forward, _model_backward(sections, outer, saved_names, constants)]
 
 
 def _model_forward(
-    sections: Mapping[str, Section], outer: Partitioned, results: Sequence[str], constants: dict[str, Tensor]
+    sections: Mapping[str, Section],
+    outer: Partitioned,
+    results: Sequence[str],
+    tied: Mapping[str, str],
+    constants: dict[str, Tensor],
 ) -> tuple[str, list[str]]:
     signature = outer.joint.unit.signature
+    outputs = list(outer.forward.output_node().args[0])  # type: ignore[arg-type]
+    count, written = len(outer.joint.results), list(outer.joint.buffers)
+    final = list(zip(written, outputs[count : count + len(written)], strict=True))
+    writes = buffer_writes(outer.forward, {n: s.template for n, s in sections.items()}, tied, final)
     names = {signature.inputs[index].name: name for index, name in _locals(signature).items()}
     writer = FunctionWriter(
         outer.forward,
         given=_input_texts(outer, outer.forward),
         owned=set(),
         taken={*names.values(), *_RESERVED},
-        handlers={torch.ops.moec.region.default: _region_handler(sections)},
+        handlers={torch.ops.moec.region.default: _region_handler(sections, writes)},
         attributes=outer.joint.module,
         constants=constants,
         section=_layer_of,
         own_heading="the model itself",
     )
-    outputs = list(outer.forward.output_node().args[0])  # type: ignore[arg-type]
-    statements = writer.lines(outputs)
-    count, written = len(outer.joint.results), list(outer.joint.buffers)
+    saved_values = outputs[count + len(written) :]
+    statements = writer.lines([*outputs[:count], *(value for _, value in writes.at_end), *saved_values])
     body = ['"""Results of one microbatch by name, and what backward() needs."""', 'w = state.scope("")']
     body += [f'{local} = batch["{name}"]' for name, local in names.items() if _is_used(outer, name)]
     body += ["saved = {}", *statements]
-    for name, node in zip(written, outputs[count : count + len(written)], strict=True):
-        body += fold(f'w["{name}"].copy_({writer.text(node)})')
-    saved = [writer.text(node) for node in outputs[count + len(written) :]]
+    body += [line for name, value in writes.at_end for line in fold(_write(name, writer.text(value)))]
+    saved = [writer.text(node) for node in saved_values]
     body += fold(f'saved[""] = [{", ".join([*saved, *_inputs_of_backward(outer)])}]')
     pairs = [f'"{name}": {writer.text(node)}' for name, node in zip(results, outputs[:count], strict=True)]
     body += fold(f"results = {{{', '.join(pairs)}}}")
@@ -260,6 +276,10 @@ def _model_backward(
     return _function("def backward(state, saved):", body)
 
 
+def _write(path: str, value: str) -> str:
+    return f'w["{path}"].copy_({value})'
+
+
 def _is_reduced(node: fx.Node) -> bool:
     """Whether a node waits for the reduction of a bucket's gradients."""
     source = node.args[0] if node.target is WAIT else None
@@ -274,33 +294,38 @@ def _reduced_handler(writer: FunctionWriter, node: fx.Node) -> str | None:
     return f"{writer.name(node)} = {call}"
 
 
-def _region_handler(sections: Mapping[str, Section]) -> Any:
+def _region_handler(sections: Mapping[str, Section], writes: BufferWrites) -> Any:
     def write(writer: FunctionWriter, node: fx.Node) -> str:
         template, path, inputs, _ = node.args
         section = sections[str(template)]
+        known = section.template
+        count = known.result_count - len(known.mutated)
         users = {int(user.args[1]): user for user in node.users if is_getitem(user)}  # type: ignore[arg-type]
         names = []
-        for index in range(section.template.result_count):
+        for index in range(known.result_count):
             user = users.get(index)
             if user is None:
                 names.append(writer.drop(node))
                 continue
-            names.append(writer.name(user, region_name(str(path)), within=node))
+            wish = region_name(str(path)) if index < count else identifier(known.mutated[index - count])
+            names.append(writer.name(user, wish, within=node))
             writer.given[user] = names[-1]
         arguments = [*_weight_texts(writer, node, section), *(writer.text(value) for value in inputs)]  # type: ignore[union-attr]
-        return f'{_one_or_tuple(names)}, saved["{path}"] = {template}_forward({", ".join(arguments)})'
+        call = f'{_one_or_tuple(names)}, saved["{path}"] = {template}_forward({", ".join(arguments)})'
+        before = [_write(name, writer.text(value)) for name, value in writes.before[node]]
+        return "\n".join([*before, call, *(_write(name, writer.text(value)) for name, value in writes.after[node])])
 
     return write
 
 
 def _weight_texts(writer: FunctionWriter, node: fx.Node, section: Section) -> list[str]:
     """The first arguments of a layer: its weights and buffers by name, then its buckets."""
+    names: tuple[str, ...] = node.meta.get("weight_names", ())
+    values: Sequence[Any] = node.args[3]  # type: ignore[assignment]
+    texts = [writer.text(value) for value in values[: len(names)]]
     buckets = len(_buckets(section.parts.joint.unit.signature))
-    texts = [writer.text(value) for value in node.args[3]]  # type: ignore[union-attr]
+    shared = [f'"{name}": {text}' for name, text in zip(names, texts, strict=True)][buckets:]
     scope = f'state.scope("{node.args[1]}")'
-    shared = [f'"{name}": {text}' for name, text in zip(node.meta.get("weight_names", ()), texts, strict=True)][
-        buckets:
-    ]
     return [f"{{**{scope}, {', '.join(shared)}}}" if shared else scope, *texts[:buckets]]
 
 

@@ -29,6 +29,7 @@ from moec.compiler.fake import fake_like, fake_mode_of, fake_weights
 from moec.compiler.grad_modes import inline_grad_modes
 from moec.compiler.graph import OUTER, InputValue, OutputValue, Program, Signature, Unit, source_line
 from moec.compiler.naming import template_names
+from moec.compiler.overlap import overlapping
 from moec.compiler.pass_manager import NearMiss
 from moec.compiler.plan import Plan
 from moec.compiler.python_gradients import PythonGradient, hooked_parameters, refuse_python_gradients
@@ -37,6 +38,7 @@ from moec.compiler.regions import Probe, RegionCall, find_regions, patched_forwa
 from moec.compiler.symbolic import TrustTopK
 from moec.compiler.template import Template, ValueSpec
 from moec.compiler.view import TrainingView
+from moec.compiler.writes import watched_writes
 
 
 @dataclass
@@ -44,12 +46,14 @@ class Capture:
     """The captured program and what was learned on the way.
 
     templates: by name. results: keys of the view's result dict, in output order. tied: alias path -> canonical path.
+    written: canonical paths of the weights and buffers that a forward writes, in module order.
     """
 
     program: Program
     templates: dict[str, Template]
     results: tuple[str, ...]
     tied: dict[str, str]
+    written: tuple[str, ...] = ()
     notes: list[str] = field(default_factory=list)
     near_misses: list[NearMiss] = field(default_factory=list)
 
@@ -68,7 +72,7 @@ def capture(view: TrainingView, plan: Plan, inputs: dict[str, Tensor]) -> Captur
             why="a compiled step computes gradients itself and calls no hooks of autograd",
             hint="remove the hook, or do its work in the model's forward",
         )
-    mode = fake_mode_of(module)
+    mode, shared = fake_mode_of(module), overlapping(dict(weight_slots(root)))
     with ExitStack() as stack:
         stack.enter_context(refuse_autocast_inside())
         stack.enter_context(view.prepare())
@@ -76,11 +80,13 @@ def capture(view: TrainingView, plan: Plan, inputs: dict[str, Tensor]) -> Captur
         fakes = {name: fake_like(value, mode) for name, value in inputs.items()}
         regions = find_regions(root)
         found = _probe(view, regions, fakes, mode)
+        _refuse_shared_writes(found.written, shared)
         moving = _moving_sizes(view, regions, found, fakes, mode, plan)
         templates = _capture_templates(root, found, moving, plan)
-        program, results = _capture_outer(view, regions, templates, fakes, plan)
+        program, results = _capture_outer(view, regions, templates, fakes, found.written, plan)
         tied = _tied(root)
-    return Capture(program, templates, results, tied, list(view.notes), found.near_misses)
+        written = tuple(path for path, _ in weight_slots(root) if path in found.written and path not in tied)
+    return Capture(program, templates, results, tied, written, list(view.notes), found.near_misses)
 
 
 def _root(view: TrainingView) -> nn.Module:
@@ -89,9 +95,11 @@ def _root(view: TrainingView) -> nn.Module:
 
 def _probe(view: TrainingView, regions: dict[str, nn.Module], fakes: dict[str, Tensor], mode: Any) -> Probe:
     before = dict(_root(view).named_buffers(remove_duplicate=False))
+    slots = dict(weight_slots(_root(view)))
     with mode, torch.enable_grad(), refuse_python_gradients():
         try:
-            found = probe(view.module, regions, lambda: view.module(**fakes))
+            with watched_writes(slots) as written:
+                found = probe(view.module, regions, lambda: view.module(**fakes))
         except (RuntimeError, ValueError, TypeError, AssertionError, NotImplementedError) as error:
             raise _capture_error("the model", error, _root(view)) from error
     for path, buffer in _root(view).named_buffers(remove_duplicate=False):
@@ -102,7 +110,19 @@ def _probe(view: TrainingView, regions: dict[str, nn.Module], fakes: dict[str, T
                 why="a trace sees writes into a buffer, not a new tensor under its name",
                 hint=f"write in place: self.{path.rpartition('.')[2]}.copy_(...)",
             )
+    found.written |= written
     return found
+
+
+def _refuse_shared_writes(written: set[str], shared: list[tuple[str, str]]) -> None:
+    for one, two in shared:
+        if {one, two} & written:
+            raise CaptureError(
+                f"{one} and {two} are different tensors over the same memory, and the forward writes there",
+                where=", ".join(sorted({one, two} & written)),
+                why="a write to the one would not be seen in the other",
+                hint="register the same tensor object under both names, or give each its own memory",
+            )
 
 
 def _moving_sizes(
@@ -149,13 +169,13 @@ def _capture_templates(
     groups = found.groups()
     names = template_names([[root.get_submodule(call.path) for call in group] for group in groups], groups)
     return {
-        name: _capture_template(name, group, root, moving[group[0].path], plan)
+        name: _capture_template(name, group, root, moving[group[0].path], found.written, plan)
         for name, group in zip(names, groups, strict=True)
     }
 
 
 def _capture_template(
-    name: str, calls: list[RegionCall], root: nn.Module, moving: list[set[int]], plan: Plan
+    name: str, calls: list[RegionCall], root: nn.Module, moving: list[set[int]], written: set[str], plan: Plan
 ) -> Template:
     call, body = calls[0], root.get_submodule(calls[0].path)
     shapes = [dict.fromkeys(dims, _length(plan)) if dims else None for dims in moving]
@@ -169,7 +189,9 @@ def _capture_template(
     weights = {v.name: n.meta["val"] for n, v in placeholders if v.kind != "input"}
     inputs = [n.meta["val"] for n, v in placeholders if v.kind == "input"]
     outputs = [n.meta["val"] for n in unit.graph.output_node().args[0]]  # type: ignore[union-attr]
-    buffers = [weights[buffer] for buffer in call.mutated]
+    mutated = _written_names(unit, call.mutated, dict(weight_slots(body)))
+    buffers = [weights[buffer] for buffer in mutated]
+    changing = tuple(n for n in weights if any(f"{item.path}.{n}" in written for item in calls))
     template = Template(
         name=name,
         calls=calls,
@@ -180,7 +202,8 @@ def _capture_template(
             *(ValueSpec.of(t, requires_grad=f.requires_grad) for t, f in zip(outputs, call.outputs, strict=True)),
             *(ValueSpec.of(buffer) for buffer in buffers),
         ),
-        mutated=call.mutated,
+        mutated=mutated,
+        changing=changing,
         unit=unit,
     )
     template.tangent_positions = tuple(i for i, spec in enumerate(template.results) if spec.requires_grad)
@@ -190,23 +213,42 @@ def _capture_template(
     return template
 
 
+def _written_names(unit: Unit, written: tuple[str, ...], slots: dict[str, Tensor]) -> tuple[str, ...]:
+    """The names of written buffers in the unit: of several names of one buffer, a trace uses only one."""
+    written_ids = {id(slots[name]) for name in written}
+    names = [(value.name, bool(node.users)) for node, value in unit.placeholders() if value.name in slots]
+    chosen: dict[int, str] = {}
+    for name, used in names:
+        if id(slots[name]) in written_ids and (used or id(slots[name]) not in chosen):
+            chosen[id(slots[name])] = name
+    return tuple(name for name, _ in names if name in chosen.values())
+
+
 def _capture_outer(
     view: TrainingView,
     regions: dict[str, nn.Module],
     templates: dict[str, Template],
     fakes: dict[str, Tensor],
+    written: set[str],
     plan: Plan,
 ) -> tuple[Program, tuple[str, ...]]:
+    root = _root(view)
     by_path = {call.path: (template, call) for template in templates.values() for call in template.calls}
 
     def replace(path: str, body: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-        return _calling(*by_path[path], body) if path in by_path else forward
+        return _calling(*by_path[path], body, is_written) if path in by_path else forward
+
+    owners = [(root.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]) for path in sorted(written)]
+
+    def is_written(tensor: Tensor) -> bool:
+        buffers = [getattr(owner, name) for owner, name in owners]
+        return any(tensor is buffer or tensor._base is buffer for buffer in buffers)
 
     collected: list[str] = []
     wrapper = _OuterBody(view.module, tuple(fakes), collected)
     shapes = tuple({1: _length(plan)} if plan.dynamic and name in _WITH_LENGTH else None for name in fakes)
     with templates_in_scope(templates), patched_forwards({p: regions[p] for p in by_path}, replace):
-        exported = _export(wrapper, tuple(fakes.values()), (shapes,) if plan.dynamic else None, _root(view))
+        exported = _export(wrapper, tuple(fakes.values()), (shapes,) if plan.dynamic else None, root)
     flags = {n.removeprefix(view.prefix): tensor.requires_grad for n, tensor in weight_slots(view.module)}
     outer = _unit(OUTER, exported, f"body.{view.prefix}", flags, tuple(fakes), [False] * len(fakes), tuple(collected))
     program = Program({name: template.unit for name, template in templates.items()} | {OUTER: outer})
@@ -243,20 +285,26 @@ class _OuterBody(nn.Module):
         return tuple(result.values())
 
 
-def _calling(template: Template, call: RegionCall, body: nn.Module) -> Callable[..., Any]:
-    """The forward that stands in for a region while the outer graph is traced."""
+def _calling(
+    template: Template, call: RegionCall, body: nn.Module, is_written: Callable[[Tensor], bool]
+) -> Callable[..., Any]:
+    """The forward that stands in for a region while the outer graph is traced.
+
+    is_written: whether a tensor is, or views, a buffer that the forward writes.
+    """
 
     def run(*args: Any, **kwargs: Any) -> Any:
         leaves = pytree.tree_leaves((args, kwargs))
         around = current()
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)] + [around[name] for name in call.ambient]
         slots = dict(weight_slots(body))
-        # A buffer that the layer writes is passed as a copy: autograd must not see its saved value change.
-        weights = [slots[n].clone() if n in template.mutated else slots[n] for n in template.weight_names]
+        # What somebody writes is passed as a copy: autograd must not see a saved value change.
+        tensors = [tensor.clone() if is_written(tensor) else tensor for tensor in tensors]
+        weights = [slots[n].clone() if n in template.changing else slots[n] for n in template.weight_names]
         outputs = region(template.name, call.path, tensors, weights)
         count = template.result_count - len(template.mutated)
         for name, value in zip(template.mutated, outputs[count:], strict=True):
-            slots[name].copy_(value)
+            slots[name].copy_(value.detach())
         return call.result(list(outputs[:count]))
 
     return run
@@ -341,9 +389,10 @@ def _unit(
     count = len(graph_module.graph.output_node().args[0])  # type: ignore[arg-type]
     outputs = tuple(OutputValue("result", key) for key in output_names or [f"result{i}" for i in range(count)])
     unit = Unit(name, graph_module, Signature(tuple(inputs), outputs))
+    for module in graph_module.modules():
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            _set_path(node, prefix.removesuffix("."))
     inline_grad_modes(graph_module, [node for node, value in unit.placeholders() if value.requires_grad])
-    for node in graph_module.graph.nodes:
-        _set_path(node, prefix.removesuffix("."))
     graph_module.graph.eliminate_dead_code()
     graph_module.recompile()
     return unit

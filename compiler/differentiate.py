@@ -152,7 +152,8 @@ def _read(unit: Unit, module: fx.GraphModule) -> Joint:
             case PlainAOTOutput(idx=index):
                 results[index] = node  # type: ignore[assignment]
             case InputMutationAOTOutput(mutated_input=PlainAOTInput(idx=index)):
-                buffers[names[index]] = node  # type: ignore[assignment]
+                if unit.signature.inputs[index].kind != "input":  # a step leaves its batch as it is
+                    buffers[names[index]] = node  # type: ignore[assignment]
             case GradAOTOutput(grad_of=PlainAOTInput(idx=index)):
                 if node is not None:
                     grads[index] = node  # type: ignore[assignment]

@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -58,12 +58,18 @@ class Partitioned:
         return sum(nbytes(node.meta["val"]) for node in self.saved)
 
 
-def partition(joint: Joint, *, recompute: bool = False) -> Partitioned:
-    """Split `joint`; with `recompute` only inputs and what must not run again are saved."""
-    _copy_written_buffers(joint)
+def partition(joint: Joint, *, recompute: bool = False, changing: Collection[str] = ()) -> Partitioned:
+    """Split `joint`; with `recompute` only inputs and what must not run again are saved.
+
+    changing: names of inputs that something else writes between this forward and its backward.
+    """
+    changed = {
+        joint.inputs[i] for i, v in enumerate(joint.unit.signature.inputs) if v.name in {*joint.buffers, *changing}
+    }
+    _copy_changed(joint, changed)
     forward = forward_nodes(joint)
     backward = [node for node in joint.graph.nodes if node.op == "call_function" and node not in forward]
-    chooser = _Chooser(joint, recompute)
+    chooser = _Chooser(changed, recompute)
     # A chain that only the backward asks for may still be pure forward work (a transposed weight): it stays there.
     for node in [*backward, *joint.grads.values()]:
         for source in [node] if node in forward else node.all_input_nodes:
@@ -89,12 +95,11 @@ def forward_nodes(joint: Joint) -> set[fx.Node]:
     }
 
 
-def _copy_written_buffers(joint: Joint) -> None:
+def _copy_changed(joint: Joint, changed: Collection[fx.Node]) -> None:
     """The backward reads the value that a buffer had before the step wrote it: give it a copy to keep."""
-    for index, value in enumerate(joint.unit.signature.inputs):
-        node = joint.inputs[index]
+    for node in joint.inputs:
         readers = [user for user in node.users if user.meta.get("partitioner_tag") == "is_backward"]
-        if value.name in joint.buffers and readers:
+        if node in changed and readers:
             with joint.graph.inserting_before(next(n for n in joint.graph.nodes if n.op != "placeholder")):
                 copy = joint.graph.call_function(aten.clone.default, (node,))
             copy.meta = {**node.meta, "partitioner_tag": "is_forward", "before_write": True}
@@ -116,13 +121,13 @@ def may_recompute(node: fx.Node) -> tuple[bool, str]:
 
 
 class _Chooser:
-    def __init__(self, joint: Joint, recompute: bool) -> None:
+    def __init__(self, changed: Collection[fx.Node], recompute: bool) -> None:
         self._saved: dict[fx.Node, None] = {}
         self.again: set[fx.Node] = set()
         self.placements: list[Placement] = []
         self.sizes: dict[fx.Node, tuple[fx.Node, int] | None] = {}
         self._recompute = recompute
-        self._written = {joint.inputs[i] for i, v in enumerate(joint.unit.signature.inputs) if v.name in joint.buffers}
+        self._changed = changed
 
     @property
     def saved(self) -> list[fx.Node]:
@@ -143,7 +148,7 @@ class _Chooser:
         maker = node.args[0] if is_getitem(node) and not is_view(node) else node
         assert isinstance(maker, fx.Node)
         allowed, reason = may_recompute(maker)
-        changed = _reads_any(node, self._written)
+        changed = _reads_any(node, self._changed)
         if changed:
             allowed, reason = False, "it reads a buffer that the forward changes"
         if is_view(node) and not changed:
@@ -281,7 +286,7 @@ def is_view(node: fx.Node) -> bool:
 _COPYING_VIEWS = {aten.reshape.default}
 
 
-def _reads_any(node: fx.Node, sources: set[fx.Node]) -> bool:
+def _reads_any(node: fx.Node, sources: Collection[fx.Node]) -> bool:
     """Whether a node reads the memory of one of `sources`, directly or through views."""
     return any(
         source in sources or (is_view(source) and _reads_any(source, sources)) for source in node.all_input_nodes

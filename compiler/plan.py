@@ -153,6 +153,7 @@ class Plan:
     @classmethod
     def from_yaml(cls, source: str | Path) -> Self:
         """A plan from a YAML file (Path) or YAML text (str)."""
+        where = str(source) if isinstance(source, Path) else ""
         if isinstance(source, Path):
             if not source.is_file():
                 raise PlanError(f"no plan file at {source}", hint="give the path of a YAML file with plan fields")
@@ -160,11 +161,11 @@ class Plan:
         try:
             values = yaml.safe_load(source)
         except yaml.YAMLError as error:
-            raise PlanError("the plan is not YAML", why=str(error)) from error
+            raise PlanError("the plan is not YAML", where=where, why=str(error)) from error
         if values is None:
             values = {}
         if not isinstance(values, Mapping):
-            raise PlanError(f"a plan is a mapping of fields, not a {type(values).__name__}")
+            raise PlanError(f"a plan is a mapping of fields, not a {type(values).__name__}", where=where)
         return cls.from_dict(values)
 
     def to_dict(self) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from moec.compiler._torch_compat import TorchDispatchMode, pytree, unset_fake_temporarily
 from moec.compiler.ambient import current
 from moec.compiler.pass_manager import NearMiss
+from moec.compiler.writes import written_by
 
 MARK = "moec_region"
 
@@ -63,10 +64,12 @@ class RegionCall:
 
 @dataclass
 class Probe:
-    """What the fake run found: calls by region path, and the regions left alone with the reason."""
+    """What the fake run found: calls by region path, the regions left alone with the reason, and the paths of all
+    weights and buffers that the run writes (each under all of its names)."""
 
     calls: dict[str, RegionCall] = field(default_factory=dict)
     near_misses: list[NearMiss] = field(default_factory=list)
+    written: set[str] = field(default_factory=set)
 
     def groups(self) -> list[list[RegionCall]]:
         """Calls with equal programs, in order of first appearance."""
@@ -204,12 +207,6 @@ def describe(tensor: Tensor) -> tuple[Any, ...]:
     return sizes, tuple(str(s) for s in tensor.stride()), str(tensor.dtype), str(tensor.device), tensor.requires_grad
 
 
-# Arguments that an op writes although its schema does not say so.
-_HIDDEN_WRITES = {
-    torch.ops.aten.native_batch_norm.default: ("running_mean", "running_var"),
-    torch.ops.aten.cudnn_batch_norm.default: ("running_mean", "running_var"),
-    torch.ops.aten.miopen_batch_norm.default: ("running_mean", "running_var"),
-}
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout)
 
 
@@ -303,18 +300,12 @@ class _Recorder(TorchDispatchMode):
         return token
 
     def _note_mutation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
-        hidden = _HIDDEN_WRITES.get(func, ())
-        for argument in func._schema.arguments:
-            written = argument.alias_info is not None and argument.alias_info.is_write
-            if not written and argument.name not in hidden:
-                continue
-            for value in pytree.tree_leaves(given.get(argument.name)):
-                kind, _, name = self._root(value).partition(" ") if isinstance(value, Tensor) else ("", "", "")
-                if kind == "input":
-                    self.foreign = self.foreign or f"{func} writes into an input of the layer"
-                if kind == "weight" and name not in self.mutated:
-                    self.mutated.append(name)
+        for tensor in written_by(func, args, kwargs):
+            kind, _, name = self._root(tensor).partition(" ")
+            if kind == "input":
+                self.foreign = self.foreign or f"{func} writes into an input of the layer"
+            if kind == "weight" and name not in self.mutated:
+                self.mutated.append(name)
 
     def _root(self, tensor: Tensor) -> str:
         """The token of what a tensor is a view of, its own where it is none."""

@@ -50,7 +50,8 @@ class Template:
     """One program shared by all `calls`.
 
     inputs, weights: descriptions of what the program takes. results: what the region returns, then the new values of
-    the buffers it writes (`mutated`). grads and the positions: filled in by differentiation.
+    the buffers it writes (`mutated`). changing: weights and buffers that something in a forward writes, its own writes
+    included. grads and the positions: filled in by differentiation.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Template:
     results: tuple[ValueSpec, ...]
     mutated: tuple[str, ...]
     unit: Unit
+    changing: tuple[str, ...] = ()
     grads: tuple[ValueSpec, ...] = ()
     tangent_positions: tuple[int, ...] = ()
     grad_positions: tuple[int, ...] = ()

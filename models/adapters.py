@@ -86,9 +86,15 @@ class GenericView(nn.Module):
 
 
 def _loss_of(result: Any) -> Tensor:
-    if isinstance(result, Tensor):
-        return result
     loss = result.get("loss") if isinstance(result, dict) else getattr(result, "loss", None)
+    if isinstance(result, Tensor):
+        loss = result
+    if isinstance(loss, Tensor) and (loss.dim() or not loss.is_floating_point()):
+        raise UnsupportedModelError(
+            f"the model's loss is a {loss.dtype} tensor of shape {list(loss.shape)}",
+            why="a training step needs the mean loss, one floating-point number",
+            hint="return the mean over the valid tokens when labels are given, not logits or a loss per token",
+        )
     if not isinstance(loss, Tensor):
         raise UnsupportedModelError(
             f"the model returned {type(result).__name__} without a loss",

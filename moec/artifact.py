@@ -31,6 +31,7 @@ from moec.compiler.log import PassLog
 from moec.compiler.plan import Plan
 from moec.compiler.printer import StageGraphs
 from moec.compiler.view import TrainingView
+from moec.runtime.durable import write_file
 from moec.runtime.program import CONSTANTS, PROGRAM
 
 PLAN, LOG, STATE_MAP, FINGERPRINT, GRAPHS = "plan.yaml", "log.jsonl", "state_map.json", "fingerprint.json", "graphs"
@@ -119,9 +120,9 @@ def write_artifact(
 
 def write_plan(folder: Path, plan: Plan) -> None:
     """Make `plan` the one that an artefact says it is for."""
-    (folder / PLAN).write_text(plan.to_yaml())
     fingerprint = read_json(folder, FINGERPRINT) | {"plan": plan.to_dict()}
-    (folder / FINGERPRINT).write_text(json.dumps(fingerprint, indent=1) + "\n")
+    write_file(folder / PLAN, plan.to_yaml().encode())
+    write_file(folder / FINGERPRINT, f"{json.dumps(fingerprint, indent=1)}\n".encode())
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:
@@ -152,10 +153,11 @@ def check_fingerprint(folder: Path, plan: Plan | None, model: nn.Module | None) 
     """
     saved = read_json(folder, FINGERPRINT)
     here: dict[str, Any] = {**_versions(), "device": _device_here(saved.get("device"), model)}
-    if plan is not None:
-        here["plan"] = plan.with_schedule_of(Plan.from_yaml(folder / PLAN)).to_dict()
     for name, value in here.items():
         _compare(folder, name, saved.get(name), value)
+    if plan is not None:
+        expected = plan.with_schedule_of(Plan.from_dict(saved["plan"]))
+        _compare(folder, "plan", saved["plan"], expected.to_dict())
     if model is None:
         return
     saved_map = StateMap(**read_json(folder, STATE_MAP))

@@ -33,7 +33,10 @@ _ARGUMENTS = "moec.arguments"
 
 
 class _Commands(TyperGroup):
-    """Prints the errors that moec raises on purpose, instead of a traceback; keeps the arguments for further ranks."""
+    """Prints errors that moec raises on purpose, and paths that cannot be used, instead of a traceback.
+
+    Keeps the arguments, for further ranks.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.meta[_ARGUMENTS] = list(args)
@@ -43,8 +46,13 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(context)
         except MoecError as error:
-            Console(stderr=True).print(Text(f"{_rank_prefix()}error: {error}", style="red"), soft_wrap=True)
-            raise typer.Exit(USE_ERROR) from error
+            text = str(error)
+            cause: Exception = error
+        except (PermissionError, FileExistsError, NotADirectoryError, IsADirectoryError) as error:
+            text = f"{error.strerror}: {error.filename}"
+            cause = error
+        Console(stderr=True).print(Text(f"{_rank_prefix()}error: {text}", style="red"), soft_wrap=True)
+        raise typer.Exit(USE_ERROR) from cause
 
 
 app = typer.Typer(
@@ -186,25 +194,30 @@ def train(
 ) -> None:
     """Train a model on text through its compiled step, on one rank or on several.
 
-    Several: with --ranks on this machine, or started as `torchrun --nproc-per-node N -m moec train ...`.
+    Several: with --ranks on this machine, or started as `torchrun --nproc-per-node N -m moec train ...`. A resumed run
+    keeps its plan, but for the fields given here and for the number of ranks.
     """
     from moec.running import RunOptions, TextOptions
     from moec.runtime.launch import launch, launched
     from moec.settings import read_plan, with_packing
     from moec.targets import build_target
-    from moec.training import train_model
+    from moec.training import earlier_plan, train_model
 
     if ranks != 1 and launched() is None:
         raise typer.Exit(launch([sys.executable, "-m", "moec", *context.meta[_ARGUMENTS]], ranks))
     world = (launched() or (0, 1))[1]
-    chosen, given = read_plan(plan, settings, {"mesh": {"fsdp": world}})
+    earlier = earlier_plan(out) if resume else {}
+    mesh = {**earlier.get("mesh", {}), "fsdp": world}
+    chosen, given = read_plan(plan, settings, {**earlier, "mesh": mesh})
     place, own = _joined(_device(device), chosen)
     model = build_target(target, dtype=_dtype(chosen), device=place, seed=seed, weights=weights)
     text = TextOptions(data, pattern, tokenizer, seed)
     options = RunOptions(steps, out, resume, checkpoint_every, tensorboard, rank_timeout)
     console = _console()
     console.quiet = not own.is_first
-    _, summary = train_model(model, with_packing(chosen, given, model), text, options, console, ranks=own)
+    _, summary = train_model(
+        model, with_packing(chosen, given | set(earlier), model), text, options, console, ranks=own
+    )
     _print_summary(console, summary, out)
 
 
@@ -286,12 +299,13 @@ def _rank_prefix() -> str:
 
 def _print_summary(console: Console, summary: Any, out: Path) -> None:
     losses = summary.losses
-    fell = f"loss {losses[0]:.4f} -> {losses[-1]:.4f}, " if losses else ""
-    rate = summary.tokens / summary.seconds if summary.seconds else 0.0
+    if losses:
+        rate = summary.tokens / summary.seconds
+        done = f"loss {losses[0]:.4f} -> {losses[-1]:.4f}, {rate:,.0f} tokens/s"
+    else:
+        done = "nothing was left to do"
     console.print(
-        f"steps {summary.first_step} -> {summary.last_step}, {fell}{rate:,.0f} tokens/s; all in {out}",
-        highlight=False,
-        soft_wrap=True,
+        f"steps {summary.first_step} -> {summary.last_step}, {done}; all in {out}", highlight=False, soft_wrap=True
     )
 
 

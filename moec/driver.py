@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,6 +44,7 @@ from moec.compiler.printer import StageGraphs, graph_text
 from moec.compiler.recompute_rules import apply_recompute_rules
 from moec.compiler.region_op import templates_in_scope
 from moec.compiler.spec import check_joint, check_placed, check_stage
+from moec.compiler.template import Template
 from moec.compiler.unused_results import detach_unused_results
 from moec.compiler.view import TrainingView
 from moec.models.adapters import training_view
@@ -205,13 +206,8 @@ def _device(model: nn.Module) -> torch.device:
     return next(iter(found), torch.device("cpu"))
 
 
-def _unreached(result: Compilation, program: JointProgram) -> list[str]:
-    outer = program.outer
+def _unreached(result: Compilation, outer: Joint) -> list[str]:
     reached = {outer.unit.signature.inputs[index].name for index in outer.grads}
-    for template in program.templates.values():
-        own = program.joints[template.unit.name]
-        names = {own.unit.signature.inputs[index].name for index in own.grads}
-        reached -= {f"{path}.{name}" for path in template.paths for name in set(template.weight_names) - names}
     tied = result.captured.tied
     wanted = [n for n, p in result.model.named_parameters(remove_duplicate=False) if p.requires_grad]
     return [
@@ -277,16 +273,18 @@ def _differentiate_and_place(result: Compilation) -> None:
     with _timed(log, "joint (outer)") as count, templates_in_scope(captured.templates):
         _report_only(captured.program.outer)
         outer = _differentiated(captured.program.outer, plan)
-        _by_path_only(outer)
+        _by_path_only(outer, captured.templates)
         count([outer.graph])
     program = JointProgram(captured.templates, joints, outer, shared_weights(captured))
-    result.unreached = _unreached(result, program)
+    result.unreached = _unreached(result, outer)
     result.stages["joint"] = _joint_graphs("joint", program)
     if plan.mesh.world > 1:
         _shard(result, program)
     with _timed(log, "placed") as count:
         for template in captured.templates.values():
-            parts = _partitioned(joints[template.unit.name], plan, recompute=template.name in recomputed)
+            parts = _partitioned(
+                joints[template.unit.name], plan, recompute=template.name in recomputed, changing=template.changing
+            )
             result.sections.append(Section(template, parts))
         result.outer = _partitioned(outer, plan)
         everything = [*((s.template.name, s.parts) for s in result.sections), (OUTER, result.outer)]
@@ -317,8 +315,8 @@ def _differentiated(unit: Unit, plan: Plan) -> Joint:
     return joint
 
 
-def _partitioned(joint: Joint, plan: Plan, *, recompute: bool = False) -> Partitioned:
-    parts = partition(joint, recompute=recompute)
+def _partitioned(joint: Joint, plan: Plan, *, recompute: bool = False, changing: Collection[str] = ()) -> Partitioned:
+    parts = partition(joint, recompute=recompute, changing=changing)
     if plan.check:
         check_placed(parts)
     return parts
@@ -338,16 +336,25 @@ def _report_only(unit: Unit) -> None:
     unit.module.recompile()
 
 
-def _by_path_only(outer: Joint) -> None:
-    """In the emitted program a layer finds its weights and saved values by its path: drop them from the calls."""
+def _by_path_only(outer: Joint, templates: Mapping[str, Template]) -> None:
+    """In the emitted program a layer finds its weights and saved values by its path: drop them from the calls.
+
+    What stays are the values of buffers that the forward writes.
+    """
     for node in outer.graph.nodes:
         if node.target is torch.ops.moec.region.default:
-            template, path, inputs, _ = node.args
-            node.args = (template, path, inputs, [])
+            template, path, inputs, weights = node.args
+            known = templates[str(template)]
+            values = dict(zip(known.weight_names, map(_uncopied, weights), strict=True))
+            node.args = (template, path, inputs, [values[name] for name in known.changing])
         elif node.target is torch.ops.moec.region_backward.default:
             template, path, *_, tangents = node.args
             node.args = (template, path, [], [], tangents)
     outer.graph.eliminate_dead_code()
+
+
+def _uncopied(value: fx.Node) -> fx.Node:
+    return value.args[0] if value.target is torch.ops.aten.clone.default else value  # type: ignore[return-value]
 
 
 def _emit(result: Compilation) -> ProgramText:
@@ -359,6 +366,7 @@ def _emit(result: Compilation) -> ProgramText:
         result.sections,
         result.outer,
         names,
+        result.captured.tied,
         update_text(result.plan, balanced_routers(result)),
     )
 

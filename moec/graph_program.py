@@ -128,7 +128,7 @@ def _layer_reader(
 ) -> Reader:
     names = [value.name for value in parts.joint.unit.signature.inputs if value.kind == "bucket"]
     buckets = dict(zip(names, weights, strict=False))
-    shared = dict(zip(node.meta.get("weight_names", ())[len(names) :], weights[len(names) :], strict=True))
+    shared = dict(zip(node.meta.get("weight_names", ())[len(names) :], weights[len(names) :], strict=False))
     return _reader(parts, {**state.scope(path), **shared}, buckets.__getitem__, inputs, saved, tangents or {})
 
 

@@ -52,7 +52,7 @@ def _state_from_files(folder: Path, saved: StateMap, device: torch.device, weigh
         raise ArtifactError(
             f"no weights at {path}",
             why="the artefact was saved without them" if weights is None else "",
-            hint="give weights=FILE.safetensors or a model, or save with step.save(folder, weights=True)",
+            hint="give weights=FILE.safetensors (--weights) or a model, or save with step.save(folder, weights=True)",
         )
     values = _read(path, device)
     values |= _read(folder / BUFFERS, device) if (folder / BUFFERS).is_file() else {}

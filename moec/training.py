@@ -11,12 +11,13 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from torch import nn
 
 import moec
-from moec.artifact import check_fingerprint
+from moec.artifact import PLAN, check_fingerprint, write_plan
 from moec.compiler.errors import ArtifactError, CheckpointError
 from moec.compiler.plan import Plan
 from moec.emit import emit
@@ -25,7 +26,7 @@ from moec.running import RunOptions, TextOptions, open_text, run
 from moec.runtime import StepResult, TrainSummary, latest_checkpoint
 from moec.runtime.control import first_rank_decides
 from moec.runtime.identity import may_change
-from moec.runtime.loop import CHECKPOINTS
+from moec.runtime.loop import CHECKPOINTS, check_request
 from moec.runtime.metrics import METRICS
 from moec.runtime.ranks import Ranks
 from moec.step import CompiledStep
@@ -57,8 +58,15 @@ def train_model(
     return step, run(step, data, options, console, on_step, ranks)
 
 
+def earlier_plan(out: Path) -> dict[str, Any]:
+    """Fields of the plan that the run in `out` has been trained with; none when there is none yet."""
+    path = out / ARTIFACT / PLAN
+    return Plan.from_yaml(path).to_dict() if path.is_file() else {}
+
+
 def _check_out(options: RunOptions) -> None:
     out = options.out
+    check_request(options.steps, options.checkpoint_every, out)
     if options.resume and not out.is_dir():
         raise CheckpointError(f"there is no run in {out} to resume", hint="check the folder given as --out")
     holds_run = (out / METRICS).exists() or latest_checkpoint(out / CHECKPOINTS) is not None
@@ -70,7 +78,9 @@ def _compiled(model: nn.Module, plan: Plan, options: RunOptions, console: Consol
     folder = options.out / ARTIFACT
     if options.resume and folder.is_dir():
         try:
-            return moec.load(folder, model, plan=plan)
+            step = moec.load(folder, model, plan=plan)
+            write_plan(folder, plan)
+            return step
         except ArtifactError as error:
             if not may_change(error.where):
                 raise

@@ -6,25 +6,18 @@ latent attention).
 
 from __future__ import annotations
 
-import operator
-
 import torch
 from torch import fx
 
 import moec.compiler.dialect  # noqa: F401  (registers torch.ops.moec)
 from moec.compiler.graph import Unit, tensor_meta
 from moec.compiler.matching import Match
-from moec.compiler.nodes import aten, origin, source_of
+from moec.compiler.nodes import aten, describe
 from moec.compiler.pass_manager import Pass, PassContext, Report
 from moec.compiler.pattern import anything, cast, op, var
-from moec.passes.parts import RESHAPES
-from moec.passes.recognize_mlp import is_projection
+from moec.passes.origins import attention_below, is_projection, pointwise_of_projections
 from moec.passes.recognize_norm import MUL
 from moec.passes.rewrite import Refused, Rewriter, Rule, Sign, apply_rules
-
-_ATTENTION = {torch.ops.moec.attention.default, torch.ops.moec.sparse_attention.default}
-_LAYOUT = RESHAPES | aten("transpose.int", "matmul.default", "to.dtype", "permute.default")
-_SDPA = aten("scaled_dot_product_attention.default")
 
 
 class FuseAttentionGate(Pass):
@@ -41,20 +34,20 @@ class FuseAttentionGate(Pass):
         apply_rules(unit, RULES, report, SIGNS)
         return report
 
+    def expected(self, unit: Unit) -> str:
+        left = [node for node in unit.graph.nodes if _looks_gated(node)]
+        return f"{describe(left[0])} gates the output of an attention, but not by sigmoid_gate" if left else ""
 
-def attention_below(node: fx.Node) -> fx.Node | None:
-    """The attention op whose output `node` is, up to layout, casts and a product per head."""
-    while True:
-        node = origin(node)
-        if node.op != "call_function":
-            return None
-        if node.target is operator.getitem and source_of(node).target in _ATTENTION:
-            return source_of(node) if node.args[1] == 0 else None
-        if node.target in _SDPA:
-            return node
-        if node.target not in _LAYOUT:
-            return None
-        node = source_of(node)
+
+def _looks_gated(node: fx.Node) -> bool:
+    """Whether a node multiplies an attention's output by an activated projection."""
+    if node.target not in MUL or len(node.all_input_nodes) != 2:
+        return False
+    for value, gate in (node.all_input_nodes, node.all_input_nodes[::-1]):
+        opening = pointwise_of_projections(gate)
+        if opening is not None and opening.bent and attention_below(value) is not None:
+            return True
+    return False
 
 
 def _from_attention(node: fx.Node) -> str:

@@ -19,16 +19,18 @@ from torch import fx
 import moec.compiler.dialect  # noqa: F401  (registers torch.ops.moec)
 from moec.compiler.graph import Unit, tensor_meta
 from moec.compiler.matching import Failure, Match, match
-from moec.compiler.nodes import aten, bound_args, describe, used_outside
+from moec.compiler.nodes import aten, bound_args, describe, source_of, used_outside
 from moec.compiler.pass_manager import Pass, PassContext, Report
 from moec.compiler.pattern import Pattern, anything, cast, dim, item, items, number, op, var
 from moec.passes.mask_rules import evaluate
 from moec.passes.mask_values import Linear
 from moec.passes.masks import NotUnderstood, understand
+from moec.passes.origins import weight_values
 from moec.passes.recognize_norm import DIV, MUL
 from moec.passes.rewrite import Finder, Refused, Rewriter, Sign, apply_rules
 
 _MATMUL, _TRANSPOSE, _UNSQUEEZE = aten("matmul.default"), aten("transpose.int"), aten("unsqueeze.default")
+_PRODUCTS = aten("matmul.default", "bmm.default", "einsum.default", "linear.default", "mm.default", "addmm.default")
 _SUM, _TOPK, _FILL, _NOT = (
     aten("sum.dim_IntList"),
     aten("topk.default"),
@@ -49,6 +51,28 @@ class FuseDsa(Pass):
         report = Report()
         apply_rules(unit, [Finder("sparse_attention", _ROOTS, _find, _rewrite)], report, SIGNS)
         return report
+
+    def expected(self, unit: Unit) -> str:
+        weights = weight_values(unit)
+        left = [node for node in unit.graph.nodes if node.target in _TOPK and _ranks_keys(node, weights)]
+        return f"{describe(left[0])} selects keys by scores, but no sparse attention was recognised" if left else ""
+
+
+def _ranks_keys(topk: fx.Node, weights: set[fx.Node]) -> bool:
+    """Whether scores [B, T, keys] are made of products of queries and keys: a router has weights on one side."""
+    if _by_key(source_of(topk)):
+        return False
+    waiting, seen = [source_of(topk)], set()
+    while waiting:
+        node = waiting.pop()
+        if node in seen or node.op != "call_function":
+            continue
+        seen.add(node)
+        if node.target not in _PRODUCTS:
+            waiting += node.all_input_nodes
+        elif not weights & set(node.all_input_nodes):
+            return True
+    return False
 
 
 def _find(root: fx.Node) -> Match | Failure:

@@ -15,7 +15,7 @@ import torch
 import moec.compiler.dialect  # noqa: F401  (registers torch.ops.moec)
 from moec.compiler.graph import Unit, tensor_meta
 from moec.compiler.matching import Match, match
-from moec.compiler.nodes import aten
+from moec.compiler.nodes import aten, describe
 from moec.compiler.pass_manager import Pass, PassContext, Report
 from moec.compiler.pattern import Pattern, anything, cast, dim, items, number, op, value, var
 from moec.passes.layout import fold_users, transposed
@@ -40,7 +40,13 @@ class RecognizeConv(Pass):
 
     def expected(self, unit: Unit) -> str:
         convs = [node for node in unit.graph.nodes if node.target in _CONV]
-        return f"{len(convs)} conv1d are in the graph, none was recognised as a short convolution" if convs else ""
+        if convs:
+            return f"{len(convs)} conv1d are in the graph, none was recognised as a short convolution"
+        products = (match(_tap, node, exclusive=False) for node in unit.graph.nodes if node.target in MUL)
+        taps = [found for found in products if isinstance(found, Match)]
+        if len({found["back"] for found in taps}) < 2:
+            return ""
+        return f"{describe(taps[0].root)} and others weigh shifted copies, but are no short_conv"
 
 
 # conv1d
@@ -135,13 +141,14 @@ def _tap_rules() -> list[Rule]:
 
 _MOST_TAPS = 8
 
-_earlier = op(_SLICE, op(_PAD, _x, items(0, 0, anything(), 0)), *[anything()] * 4)
+_earlier = op(_SLICE, op(_PAD, _x, items(0, 0, number("back"), 0)), *[anything()] * 4)
+_tap = op(MUL, _earlier | op(aten("where.ScalarOther"), anything(), _earlier, anything()), anything(), commutes=True)
 RULES = (Rule("short_conv", cast(_activated, "final"), _rewrite_conv), *_tap_rules())
 SIGNS = (
     Sign("short_conv", op(_CONV, _x, _weight, *[anything()] * 5), "it is not cut back to the length of its input"),
     Sign(
         "short_conv",
-        op(MUL, _earlier | op(aten("where.ScalarOther"), anything(), _earlier, anything()), anything(), commutes=True),
+        _tap,
         "the taps around it do not form a sum over consecutive tokens of the same documents",
     ),
 )

@@ -19,13 +19,18 @@ from torch import fx
 import moec.compiler.dialect  # noqa: F401  (registers torch.ops.moec)
 from moec.compiler.graph import Unit, tensor_meta
 from moec.compiler.matching import Match
-from moec.compiler.nodes import aten, bound_args, origin, source_of
+from moec.compiler.nodes import CASTS, COPIES, aten, bound_args, describe, origin, source_of
 from moec.compiler.pass_manager import Pass, PassContext, Report
 from moec.compiler.pattern import Pattern, anything, cast, dim, number, op, var
+from moec.passes.origins import ancestors
+from moec.passes.parts import RESHAPES
 from moec.passes.recognize_norm import ADD, MUL
 from moec.passes.rewrite import Refused, Rewriter, Rule, Sign, apply_rules
 
 _STACK, _CAT, _UNSQUEEZE = aten("stack.default"), aten("cat.default"), aten("unsqueeze.default")
+_SOFTMAX = aten("softmax.int", "_softmax.default")
+_PRODUCTS = aten("mul.Tensor", "matmul.default", "bmm.default", "einsum.default")
+_LAYOUT = CASTS | COPIES | RESHAPES | aten("unsqueeze.default", "transpose.int", "permute.default", "expand.default")
 _MEAN, _SUM, _RSQRT = aten("mean.dim"), aten("sum.dim_IntList"), aten("rsqrt.default")
 
 
@@ -41,6 +46,33 @@ class RecognizeDepthMix(Pass):
         report = Report()
         apply_rules(unit, RULES, report, SIGNS)
         return report
+
+    def expected(self, unit: Unit) -> str:
+        left = [node for node in unit.graph.nodes if _looks_mixed(node)]
+        return f"{describe(left[0])} weighs stacked values by a softmax of them, but is no depth_mix" if left else ""
+
+
+def _looks_mixed(node: fx.Node) -> bool:
+    """Whether a node weighs two or more values, stacked along a new dimension, by a softmax that is made of them."""
+    if node.target not in _PRODUCTS:
+        return False
+    below = [_below_layout(source) for source in node.all_input_nodes]
+    stacks = [source for source in below if _stacks(source)]
+    shares = [source for source in below if source.target in _SOFTMAX]
+    return bool(stacks and shares) and stacks[0] in ancestors(shares)
+
+
+def _below_layout(node: fx.Node) -> fx.Node:
+    while node.op == "call_function" and node.target in _LAYOUT:
+        node = source_of(node)
+    return node
+
+
+def _stacks(node: fx.Node) -> bool:
+    if node.target not in _STACK | _CAT:
+        return False
+    sources: Any = node.args[0]
+    return len(sources) > 1 and (node.target in _STACK or all(source.target in _UNSQUEEZE for source in sources))
 
 
 def _rewrite(found: Match, rewriter: Rewriter) -> str:

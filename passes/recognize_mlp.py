@@ -15,10 +15,10 @@ from torch import fx
 import moec.compiler.dialect  # noqa: F401  (registers torch.ops.moec)
 from moec.compiler.graph import Unit, tensor_meta
 from moec.compiler.matching import Match
-from moec.compiler.nodes import aten, describe, origin, source_of
+from moec.compiler.nodes import aten, describe
 from moec.compiler.pass_manager import Pass, PassContext, Report
 from moec.compiler.pattern import Pattern, cast, number, op, value, var
-from moec.passes.parts import RESHAPES, part_of
+from moec.passes.origins import feeds_projection, input_of, is_projection, pointwise_of_projections, weight_values
 from moec.passes.recognize_norm import ADD, DIV, MUL, input_as_wide_as_result
 from moec.passes.rewrite import Refused, Rewriter, Rule, Sign, apply_rules
 
@@ -38,6 +38,11 @@ class RecognizeMlp(Pass):
         report = Report()
         apply_rules(unit, RULES, report, SIGNS)
         return report
+
+    def expected(self, unit: Unit) -> str:
+        weights = weight_values(unit)
+        left = [node for node in unit.graph.nodes if _looks_gated(node, weights)]
+        return f"{describe(left[0])} multiplies two projections, one activated, as no known MLP does" if left else ""
 
 
 @dataclass(frozen=True)
@@ -114,23 +119,25 @@ def _rule(activation: Activation) -> Rule:
     return Rule("gated_mlp_act", cast(activation.pattern, "final"), rewrite)
 
 
-def is_projection(node: fx.Node) -> bool:
-    """Whether a node is a (grouped) linear, a part or view of one, or one plus its bias."""
-    while True:
-        node = origin(node)
-        part = part_of(node)
-        if part is not None:
-            node = part.source
-        elif node.target in RESHAPES or node.target in ADD:
-            node = source_of(node)
-        else:
-            return node.target in PROJECTIONS or getattr(node.target, "__name__", "") in _GROUPED_NAMES
+def _looks_gated(node: fx.Node, weights: set[fx.Node]) -> bool:
+    """A product of two projections of one input, at least one activated, that a further projection takes."""
+    if node.target not in MUL or len(node.all_input_nodes) != 2 or not feeds_projection(node):
+        return False
+    sides = [pointwise_of_projections(side) for side in node.all_input_nodes]
+    if any(side is None for side in sides) or not any(side.bent for side in sides if side is not None):
+        return False
+    left, right = (side.projections for side in sides if side is not None)
+    projections = [each.projection for each in (*left, *right)]
+    shapes = {
+        tuple(tensor.shape) for each in (node, *node.all_input_nodes) if (tensor := tensor_meta(each)) is not None
+    }
+    return (
+        len(shapes) == 1
+        and not any(one.overlaps(two) for one in left for two in right)
+        and len({input_of(projection) for projection in projections}) == 1
+        and all(weights & set(projection.all_input_nodes) for projection in projections)
+    )
 
-
-PROJECTIONS = aten("linear.default", "matmul.default", "mm.default", "addmm.default", "_grouped_mm.default") | {
-    torch.ops.moec.grouped_linear.default
-}
-_GROUPED_NAMES = ("grouped_mm_fallback.default",)
 
 RULES = tuple(map(_rule, ACTIVATIONS))
 SIGNS = (

@@ -272,8 +272,8 @@ class _Outer:
         owners = {value.name: weight for weight, value in self._editor.weights()}
         owner_of = {name: self._program.shared.get(f"{path}.{name}") for name in template.weight_names}
         shared = {name: owners[owner] for name, owner in owner_of.items() if owner is not None}
-        template_name, where, inputs, _, *rest = node.args
-        node.args = (template_name, where, inputs, [*buckets, *shared.values()], *rest)
+        template_name, where, inputs, changing, *rest = node.args
+        node.args = (template_name, where, inputs, [*buckets, *shared.values(), *changing], *rest)  # type: ignore[misc]
         node.meta["weight_names"] = (*(bucket.name for bucket in buckets), *shared)
 
     def _take_gradients(

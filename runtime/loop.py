@@ -78,8 +78,7 @@ def train(
     before the update, so the weights are those of the step before; a loss that is not finite although its gradients
     are is found after the update. RankError when another rank has died or raised.
     """
-    if steps < 1:
-        raise PlanError(f"steps is {steps}", hint="train for at least one step")
+    check_request(steps, checkpoint_every, Path(out))
     ranks = ranks or Ranks()
     printed = (console or Console()) if ranks.is_first else Console(quiet=True)
     run = _Run(step, data, Path(out), keep, printed, ranks)
@@ -125,6 +124,16 @@ def _train(
         seconds=time.perf_counter() - began,
         checkpoint=run.last_checkpoint(),
     )
+
+
+def check_request(steps: int, checkpoint_every: int, out: Path) -> None:
+    """Raise what `train` would raise for wrong numbers, or for a folder that is none, before anything is compiled."""
+    if steps < 1:
+        raise PlanError(f"steps is {steps}", hint="train for at least one step")
+    if checkpoint_every < 0:
+        raise PlanError(f"checkpoint_every is {checkpoint_every}", hint="give steps, or 0 to save at the end only")
+    if out.exists() and not out.is_dir():
+        raise CheckpointError(f"{out} is a file", hint="give a folder to write")
 
 
 @dataclass

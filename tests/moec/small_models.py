@@ -55,6 +55,17 @@ class Unpackable(SmallModel):
         return super().forward(input_ids, labels)
 
 
+class WithoutLoss(SmallModel):
+    """Returns logits, whatever the labels."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
+        return self.head(self.embed(input_ids))
+
+
+def make_without_loss() -> nn.Module:
+    return WithoutLoss()
+
+
 def make() -> nn.Module:
     return SmallModel()
 

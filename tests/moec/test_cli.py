@@ -154,15 +154,26 @@ def test_names_are_never_cut_off(artifact: Path, columns: int | None) -> None:
         (["verify", FACTORY, "--dtype", "float8"], "plan field dtype is 'float8'"),
         (["verify", FACTORY, "--steps", "0"], "steps is 0"),
         (["train", FACTORY, "--data", "none", "--steps", "1", "--out", "OUT"], "no file or folder none"),
+        (["train", FACTORY, "--data", "FILE", "--steps", "0", "--out", "OUT"], "steps is 0"),
+        (["train", FACTORY, "--data", "FILE", "--steps", "1", "--out", "FILE"], "is a file"),
+        (["train", FACTORY, "--data", "FILE", "--steps", "1", "--out", "FILE/x", *SMALL_PLAN], "Not a directory"),
+        (
+            ["train", FACTORY, "--data", "FILE", "--steps", "1", "--out", "OUT", "--checkpoint-every", "-1"],
+            "checkpoint_every is -1",
+        ),
+        (["compile", "tests.moec.small_models:make_without_loss", "--out", "OUT"], "tensor of shape [1, 512, 260]"),
+        (["compile", FACTORY, "--out", "OUT", "--plan", "FILE"], "FILE"),
         (["run", "none", "--data", "x", "--steps", "1", "--out", "OUT"], "none has no state_map.json"),
         (["run", "ARTIFACT", "--data", "x", "--steps", "1", "--out", "OUT"], "no weights at"),
     ],
 )
 def test_errors_of_use_are_explained(arguments: list[str], text: str, artifact: Path, tmp_path: Path) -> None:
-    places = {"ARTIFACT": str(artifact), "OUT": str(tmp_path / "out")}
+    file = tmp_path / "text.txt"
+    file.write_text("some text [1")
+    places = {"ARTIFACT": str(artifact), "OUT": str(tmp_path / "out"), "FILE": str(file), "FILE/x": str(file / "x")}
     result = run(*(places.get(argument, argument) for argument in arguments))
-    assert result.exit_code == 2
-    assert text in said(result)
+    assert result.exit_code == 2, result.output
+    assert places.get(text, text) in said(result)
     assert result.stderr.startswith("error: ")
     assert not (tmp_path / "out").exists()
 

@@ -77,6 +77,30 @@ def test_a_buffer_that_is_replaced_is_refused() -> None:
         moec.compile(seeded(lambda: Language(Replacing(), Replacing())), PLAN)
 
 
+def test_different_buffers_over_one_memory_are_refused_where_they_are_written() -> None:
+    """Fakes do not share memory, so the trace would not see the one change with the other."""
+    memory = torch.ones(2, WIDTH)
+    model = seeded(lambda: Language(Counting(), Counting()))
+    model.layers[0].decay, model.layers[1].decay = memory[0], memory[1]
+    moec.compile(model, PLAN)
+    model.layers[1].decay = memory.view(-1)[WIDTH - 1 : 2 * WIDTH - 1]
+    says = r"layers.0.decay and layers.1.decay are different tensors over the same memory, and the forward writes"
+    with pytest.raises(CaptureError, match=says):
+        moec.compile(model, PLAN)
+
+
+def test_a_step_leaves_its_batch_as_it_is() -> None:
+    class Writing(Language):
+        def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+            input_ids.clamp_(max=3)
+            return super().forward(input_ids, labels)
+
+    step, batch = moec.compile(seeded(Writing, Layer(), Layer()), PLAN), batch_for(PLAN)
+    before = {name: value.clone() for name, value in batch.items()}
+    step(batch)
+    assert all(torch.equal(value, before[name]) for name, value in batch.items())
+
+
 def test_queries_change_no_buffer() -> None:
     model = seeded(lambda: Language(Counting(), Counting()))
     step, batch = moec.compile(model, PLAN), batch_for(PLAN)

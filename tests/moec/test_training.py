@@ -180,6 +180,19 @@ def test_what_the_program_was_written_for_is_compiled_again(stopped: Path, text:
     assert len(losses(stopped)) == 7
 
 
+def test_a_resumed_run_keeps_its_plan_where_nothing_is_said(stopped: Path, text: Path) -> None:
+    common = ["--data", text, "--pattern", "*.txt", "--out", stopped, "--resume"]
+    result = run("train", FACTORY, *common, "--steps", "7", "--set", "optimizer.lr=0.5")
+    assert result.exit_code == 0, result.output
+    result = run("train", FACTORY, *common, "--steps", "8")
+    assert result.exit_code == 0, result.output
+    changed = [json.loads(line)["changed"] for line in (stopped / "resumes.jsonl").read_text().splitlines()]
+    assert changed == [{"plan.optimizer.lr": [0.01, 0.5], "steps": [6, 7]}, {"steps": [7, 8]}]
+    result = run("train", FACTORY, *common, "--steps", "8")
+    assert result.exit_code == 0, result.output
+    assert "steps 8 -> 8, nothing was left to do" in said(result)
+
+
 def test_an_edited_program_is_resumed_and_noted(stopped: Path, text: Path) -> None:
     program = stopped / "artifact" / "step.py"
     program.write_text(program.read_text() + "\n# read me\n")

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import moec
 from moec.compiler.plan import Plan
 
-from ..spine import PLAN, WIDTH, Language, Layer, assert_equal_gradients, batch_for, distance, eager, seeded
+from ..spine import PLAN, VOCABULARY, WIDTH, Language, Layer, assert_equal_gradients, batch_for, distance, eager, seeded
 
 
 @dataclass
@@ -46,7 +46,7 @@ def test_the_step_is_eagers(make: Callable[[], Trait]) -> None:
     assert len(names) == given.templates, names
     batch = batch_for(given.plan, length=given.length)
     state = copy.deepcopy(given.model.state_dict())
-    loss, gradients = eager(given.model, batch)
+    loss, gradients = eager(given.model, copy.deepcopy(batch))
     buffers = {name: buffer.clone() for name, buffer in given.model.named_buffers()}
     given.model.load_state_dict(state)
     assert_equal_gradients(step.gradients(batch), gradients, given.gradient_bound)
@@ -186,6 +186,150 @@ def writes_that_nothing_reads() -> Trait:
             return super().forward(hidden)
 
     return Trait(two(Counted))
+
+
+class Centred(Layer):
+    """Subtracts a running mean that it writes; a buffer given to several layers is one to all of them."""
+
+    mean: Tensor
+
+    def __init__(self, mean: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("mean", mean)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(hidden.mean((0, 1)), alpha=0.1)
+        return super().forward(hidden - self.mean)
+
+
+class Scaled(Layer):
+    """Reads a buffer that others write, in forward and in backward."""
+
+    mean: Tensor
+
+    def __init__(self, mean: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("mean", mean)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden * (self.mean.clone() * 3).exp())
+
+
+@trait
+def one_buffer_written_by_every_layer() -> Trait:
+    mean = torch.ones(WIDTH)
+    return Trait(seeded(Language, Centred(mean), Centred(mean), Centred(mean)))
+
+
+@trait
+def one_buffer_written_in_every_microbatch() -> Trait:
+    mean = torch.ones(WIDTH)
+    return Trait(seeded(Language, Centred(mean), Centred(mean)), plan=Plan(batch=2, length=6, accumulation=3))
+
+
+@trait
+def a_buffer_that_other_layers_read() -> Trait:
+    mean = torch.ones(WIDTH)
+    return Trait(seeded(Language, Centred(mean), Scaled(mean), Centred(mean), Scaled(mean)), templates=2)
+
+
+@trait
+def a_buffer_that_other_layers_read_and_run_again() -> Trait:
+    """The second run reads what the first one did, not what was written in between."""
+    mean = torch.ones(WIDTH)
+    model = seeded(Language, Centred(mean), Scaled(mean), Centred(mean), Scaled(mean))
+    return Trait(model, templates=2, plan=Plan(batch=2, length=6, recompute=("*",)))
+
+
+@trait
+def a_layers_buffer_written_outside_of_it() -> Trait:
+    class Model(Language):
+        def hidden(self, input_ids: Tensor) -> Tensor:
+            hidden = self.embed(input_ids)
+            for layer in self.layers:
+                hidden = layer(hidden)
+                with torch.no_grad():
+                    self.layers[1].mean.add_(0.5)
+            return hidden * self.layers[0].mean
+
+    return Trait(seeded(Model, Centred(torch.ones(WIDTH)), Centred(torch.ones(WIDTH))))
+
+
+@trait
+def a_buffer_given_to_layers_as_an_argument() -> Trait:
+    class Told(Layer):
+        def forward(self, hidden: Tensor, mean: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(hidden * mean.exp())
+
+    class Model(Language):
+        mean: Tensor
+
+        def __init__(self, *layers: nn.Module) -> None:
+            super().__init__(*layers)
+            self.register_buffer("mean", torch.full((WIDTH,), 0.1))
+
+        def hidden(self, input_ids: Tensor) -> Tensor:
+            hidden = self.embed(input_ids)
+            first = self.mean.view(2, 4).t().reshape(-1)  # a copy of the value of now
+            for layer in self.layers:
+                with torch.no_grad():
+                    self.mean.mul_(0.9).add_(hidden.mean((0, 1)), alpha=0.1)
+                hidden = layer(hidden, self.mean)
+            return hidden + first
+
+    return Trait(two(Told, Model), plan=Plan(batch=2, length=6, recompute=("*",)))
+
+
+@trait
+def a_buffer_with_two_names_in_a_layer() -> Trait:
+    class Named(Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("one", torch.ones(WIDTH))
+            self.register_buffer("two", self.one)
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.one.mul_(0.5)
+            shifted = hidden - self.two
+            with torch.no_grad():
+                self.two.add_(hidden.mean((0, 1)))
+            return super().forward(shifted - self.one)
+
+    return Trait(two(Named))
+
+
+@trait
+def a_batch_norm_outside_that_layers_read() -> Trait:
+    class Shifted(Layer):
+        def __init__(self, norm: nn.BatchNorm1d) -> None:
+            super().__init__()
+            self.batch_norm = norm
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            return super().forward(hidden - self.batch_norm.running_mean)
+
+    class Model(Language):
+        def hidden(self, input_ids: Tensor) -> Tensor:
+            hidden = self.embed(input_ids)
+            for layer in self.layers:
+                hidden = layer(self.layers[0].batch_norm(hidden.transpose(1, 2)).transpose(1, 2))
+            return hidden
+
+    norm = nn.BatchNorm1d(WIDTH)
+    return Trait(seeded(Model, Shifted(norm), Shifted(norm)))
+
+
+@trait
+def a_forward_that_writes_into_its_batch() -> Trait:
+    class Model(Language):
+        def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+            labels[labels == 3] = -100
+            input_ids.clamp_(max=VOCABULARY // 2)
+            return super().forward(input_ids, labels)
+
+    return Trait(two(model=Model))
 
 
 @trait

@@ -125,7 +125,7 @@ class _WithoutBalance:
     ],
     ids=["zeroed", "doubled", "a thousandth", "experts swapped", "expert zeroed", "learning rate", "no balancing"],
 )
-def test_a_wrong_step_is_not_equal(
+def test_c37_a_wrong_step_is_not_equal(
     mutation: Mutation, kind: str, name: str, verify_mutant: Callable[[Mutation], Report]
 ) -> None:
     report = verify_mutant(mutation)
@@ -150,7 +150,31 @@ def test_a_gradient_that_should_not_exist_is_a_difference(verify_mutant: Callabl
     assert [c.name for c in report.differences() if c.kind == "gradient"][:1] == ["layers.0.attention_mix.proj"]
 
 
-def test_a_model_that_does_not_train_proves_nothing() -> None:
+def test_c37_a_lost_auxiliary_loss_is_not_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of the indexers of sparse attention, whose weights have no other loss."""
+    torch.manual_seed(0)
+    sparse = build(replace(SMALL_K3, full_attention="dsa", indexer_heads=4, indexer_dim=8, indexer_top_k=8))
+    real = moec.compile
+
+    def compiled(model: nn.Module, plan: Plan) -> CompiledStep:
+        step = real(model, plan)
+        for name in step.state.trainable:
+            if "indexer" in name:
+                _scale_gradient(name, 0.0)(step)
+        return step
+
+    monkeypatch.setattr(verification, "check_passes", lambda *_: [])
+    assert verify(sparse, PLAN, steps=1).equal
+    monkeypatch.setattr(step_pair.moec, "compile", compiled)
+    report = verify(sparse, PLAN, steps=1)
+    assert {one.kind for one in report.differences()} == {"gradient", "gradient norm", "parameter"} - {
+        "gradient norm",
+        "parameter",
+    }
+    assert all("indexer" in one.name for one in report.differences())
+
+
+def test_c37_a_model_that_does_not_train_proves_nothing() -> None:
     still = replace(PLAN, optimizer=OptimizerPlan(lr=0.0))
     report = verify(SmallModel(), still)
     assert not report.differences()
@@ -159,7 +183,7 @@ def test_a_model_that_does_not_train_proves_nothing() -> None:
     assert "proves nothing" in str(report)
 
 
-def test_the_reference_loss_falls_while_it_is_compared() -> None:
+def test_c37_the_reference_loss_falls_while_it_is_compared() -> None:
     fast = replace(PLAN, optimizer=OptimizerPlan(lr=3e-2))
     report = verify(SmallModel(), fast, steps=4)
     assert report.equal, str(report)

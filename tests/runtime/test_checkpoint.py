@@ -56,8 +56,8 @@ def test_everything_comes_back_into_the_callers_tensors(tmp_path: Path, dtype: t
     assert (fresh.model.head.weight is fresh.model.embed.weight) == tied
 
 
-def test_stacked_experts_keep_their_places_and_moments(tmp_path: Path) -> None:
-    """Expert e marked with the value e, its moments with 10 + e and 20 + e (cases.md C32)."""
+def test_c32_stacked_experts_keep_their_places_and_moments(tmp_path: Path) -> None:
+    """Expert e marked with the value e, its moments with 10 + e and 20 + e (C32)."""
 
     def state(mark: float) -> StepState:
         experts = torch.arange(6.0).view(6, 1, 1).expand(6, 3, 2) * mark
@@ -145,7 +145,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path, monkeypatch: p
     assert latest_checkpoint(tmp_path) == good
 
 
-def test_missing_and_left_over_names_are_errors(tmp_path: Path) -> None:
+def test_c32_missing_and_left_over_names_are_errors(tmp_path: Path) -> None:
     def state(*names: str) -> StepState:
         return StepState({name: torch.zeros(2) for name in names}, {}, ())
 

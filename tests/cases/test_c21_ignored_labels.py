@@ -1,0 +1,106 @@
+"""C21: without a valid label the loss is 0, gradients are zero and weights stay finite, whatever computes the loss."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import moec
+from moec.compiler.plan import Plan
+from moec.eager import EagerStep
+
+from ..spine import Language, Layer, assert_equal_gradients, batch_for, distance, mean_loss, seeded, small_k3
+
+PLAN = Plan(batch=3, length=6, accumulation=2)
+
+
+class Summed(Language):
+    """Sums the losses, and divides by the count itself: 0 / 0 where there is none."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        logits, targets = self.head(self.hidden(input_ids))[:, :-1], labels[:, 1:]
+        losses = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+        return losses.sum() / (targets != -100).sum()
+
+
+class Capped(Language):
+    """Logits that are capped before the loss."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        logits = 2 * torch.tanh(self.head(self.hidden(input_ids)) / 2)
+        return mean_loss(logits, labels)
+
+
+MAKERS: dict[str, tuple[Callable[[], Any], Plan]] = {
+    "fused": (lambda: seeded(Language, Layer(), Layer()), PLAN),
+    "fused in chunks": (lambda: seeded(Language, Layer(), Layer()), dataclasses.replace(PLAN, loss_chunk=5)),
+    "not fused": (
+        lambda: seeded(Language, Layer(), Layer()),
+        dataclasses.replace(PLAN, disable=("recognize_loss",)),
+    ),
+    "summed": (lambda: seeded(Summed, Layer()), PLAN),
+    "capped": (lambda: seeded(Capped, Layer()), PLAN),
+    "k3": (lambda: small_k3(full_attention="dsa"), PLAN),
+}
+
+
+@pytest.fixture(scope="module", params=MAKERS)
+def made(request: pytest.FixtureRequest) -> tuple[moec.CompiledStep, EagerStep]:
+    """A compiled step and the eager one of an equal model."""
+    make, plan = MAKERS[request.param]
+    model = make()
+    return moec.compile(model, plan), EagerStep(copy.deepcopy(model), plan)
+
+
+def ignoring(where: Any) -> dict[str, Tensor]:
+    batch = batch_for(PLAN)
+    batch["labels"][where] = -100
+    return batch
+
+
+@pytest.mark.parametrize("where", [(0,), (1,), (slice(None), 0), (0, slice(1, None))], ids=str)
+def test_c21_rows_and_microbatches_without_labels_weigh_nothing(
+    made: tuple[moec.CompiledStep, EagerStep], where: Any
+) -> None:
+    step, eager = made
+    batch = ignoring(where)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        losses, gradients = eager.gradients(batch)
+        found = step.loss(batch)
+        assert float(found["lm_loss"]) > 0.1
+        assert distance(found["lm_loss"], losses["lm_loss"]) <= 1e-6
+        assert_equal_gradients(step.gradients(batch), gradients, 2e-5)
+
+
+def test_c21_a_batch_without_labels_is_zero_and_leaves_weights_finite(
+    made: tuple[moec.CompiledStep, EagerStep],
+) -> None:
+    """Only weight decay moves the weights: the policy of every loss."""
+    step, _ = made
+    before = {name: weight.detach().clone() for name, weight in step.state.weights.items()}
+    batch = ignoring(...)
+    assert all(not gradient.any() for gradient in step.gradients(batch).values())
+    with pytest.warns(UserWarning, match="no label of this batch is valid"):
+        result = step(batch, lr=0.5)
+    assert (float(result.loss), float(result.gradient_norm)) == (0.0, 0.0)
+    decayed = 1 - 0.5 * step.plan.optimizer.weight_decay
+    for name, weight in step.state.weights.items():
+        assert torch.equal(weight, before[name]) or distance(weight, decayed * before[name]) <= 1e-6, name
+    with torch.no_grad():
+        for name, weight in step.state.weights.items():
+            weight.copy_(before[name])
+
+
+def test_c21_a_mean_over_nothing_is_seen() -> None:
+    """The plain mean of the model itself is not a number there."""
+    model = seeded(Language, Layer())
+    batch = ignoring(...)
+    assert bool(model(batch["input_ids"][0], batch["labels"][0]).isnan())
