@@ -148,6 +148,7 @@ def inspect(
 
 @app.command()
 def verify(
+    context: typer.Context,
     target: TargetArgument,
     steps: Annotated[int, typer.Option(help="Optimizer steps to compare.")] = 3,
     dtype: Annotated[str | None, typer.Option(help="Same as --set dtype=...")] = None,
@@ -156,20 +157,42 @@ def verify(
     plan: PlanOption = None,
     settings: SetOption = [],  # noqa: B006
     device: DeviceOption = None,
+    lockstep: Annotated[int, typer.Option(help="Compare this many simulated ranks with one.")] = 1,
+    ranks: Annotated[int, typer.Option(help="Start this many ranks here, and compare them with one.")] = 1,
 ) -> None:
-    """Compare the compiled step with eager PyTorch: losses, every gradient, every parameter, every pass."""
+    """Compare the compiled step with eager PyTorch: losses, every gradient, every parameter, every pass.
+
+    With --lockstep or --ranks, compare the step of that many ranks (mesh.ep with --set) with the compiled step of one.
+    """
     from moec import verification as checks
+    from moec.compiler.errors import PlanError
+    from moec.rank_checks import verify_lockstep, verify_ranks
+    from moec.runtime.launch import launch, launched
     from moec.settings import read_plan, with_packing
     from moec.targets import build_target
 
+    if lockstep != 1 and ranks != 1:
+        raise PlanError("--lockstep and --ranks exclude each other", hint="give one of them")
+    if ranks != 1 and launched() is None:
+        raise typer.Exit(launch([sys.executable, "-m", "moec", *context.meta[_ARGUMENTS]], ranks))
+    world = lockstep if lockstep != 1 else (launched() or (0, 1))[1]
     overrides = [*settings, *([f"dtype={dtype}"] if dtype else [])]
-    chosen, given = read_plan(plan, overrides, checks.DEFAULTS)
-    model = build_target(target, dtype=_dtype(chosen), device=_device(device), seed=seed, weights=weights)
+    defaults = checks.DEFAULTS if world == 1 else {**checks.DEFAULTS, "batch": 1, "mesh": {"fsdp": world}}
+    chosen, given = read_plan(plan, overrides, defaults)
+    place, own = _joined(_device(device), chosen) if lockstep == 1 else (_device(device), None)
+    model = build_target(target, dtype=_dtype(chosen), device=place, seed=seed, weights=weights)
+    chosen = with_packing(chosen, given, model)
     with _console().status(f"verifying {target}"):
-        report = checks.verify(model, with_packing(chosen, given, model), steps=steps, seed=seed)
-    _show(report.renderables())
-    if not report.equal:
-        raise typer.Exit(DIFFERENCE)
+        if world == 1:
+            report = checks.verify(model, chosen, steps=steps, seed=seed)
+        elif own is None:
+            report = verify_lockstep(model, chosen, steps=steps, seed=seed)
+        else:
+            report = verify_ranks(model, chosen, own, steps=steps, seed=seed)
+    if own is None or own.is_first:
+        _show(report.renderables())
+        if not report.equal:
+            raise typer.Exit(DIFFERENCE)
 
 
 @app.command()

@@ -32,6 +32,7 @@ from moec.models.adapters import training_view
 from moec.placing import UnconnectedStep
 from moec.random_batch import random_batches, vocabulary_of
 from moec.runtime.protocol import StepResult
+from moec.runtime.ranks import Ranks
 from moec.runtime.sharded_state import ShardedState
 from moec.runtime.state import StepState
 from moec.runtime.whole import whole_weights
@@ -62,6 +63,15 @@ def verify_lockstep(model: nn.Module, plan: Plan, *, steps: int = 3, seed: int =
     batches = joined_batches(model, plan, steps, seed)
     found = many.run(lambda rank: compare(many.steps[rank], one if rank == 0 else None, batches, rank))
     return found[0]
+
+
+def verify_ranks(model: nn.Module, plan: Plan, ranks: Ranks, *, steps: int = 3, seed: int = 0) -> Report:
+    """Compare connected ranks with one rank; all call it together, and the first one's report says what was found."""
+    batches = joined_batches(model, plan, steps, seed)
+    reference = copy.deepcopy(model) if ranks.is_first else None
+    step = moec.compile(model, plan)
+    one = None if reference is None else OneRank(reference, joined_plan(plan))
+    return compare(step, one, batches, ranks.rank)
 
 
 class OneRank:
