@@ -10,8 +10,8 @@ The rows of an exchange count as if every expert had the same number.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,9 +19,11 @@ from torch import fx
 
 from moec.compiler.collectives import group_of
 from moec.compiler.dialect.registry import size_hint
+from moec.compiler.partition import Partitioned
 from moec.compiler.plan import MeshPlan
 
 c10d, moec = torch.ops._c10d_functional, torch.ops.moec
+_LAYERS = {moec.region.default, moec.region_backward.default}
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Collective:
     """One collective of a program.
 
     kind: "all_gather", "reduce_scatter", "all_to_all", "all_reduce". role: of its group. numel: of one rank's part.
-    bucket: what it serves, "" for none.
+    bucket: the bucket or layer that it serves.
     """
 
     kind: str
@@ -48,14 +50,19 @@ class Collective:
 def collectives(graph: fx.Graph) -> Iterator[Collective]:
     """The collectives of one graph, in order, those inside of exchanges included."""
     for node in graph.nodes:
-        rule = _RULES.get(node.target)
-        if rule is not None:
-            value = rule.part(node).meta["val"]
-            numel = rule.numel(node) if rule.numel else math.prod(size_hint(size) for size in value.shape)
-            role = str(node.args[rule.role])
-            dtype = str(value.dtype).removeprefix("torch.")
-            bucket = str(node.meta.get("bucket", ""))
-            yield Collective(rule.kind, role, dtype, numel, value.dtype.itemsize, bucket)
+        yield from _of_node(node)
+
+
+def microbatch_collectives(outer: Partitioned, layers: Mapping[str, Partitioned]) -> list[Collective]:
+    """The collectives of one microbatch in program order, forward then backward, those of layers at their calls."""
+    found = []
+    for graph, of in ((outer.forward, lambda parts: parts.forward), (outer.backward, lambda parts: parts.backward)):
+        within = {name: list(collectives(of(parts))) for name, parts in layers.items()}
+        for node in graph.nodes:
+            if node.target in _LAYERS:
+                found += [replace(one, bucket=str(node.args[1])) for one in within[str(node.args[0])]]
+            found += _of_node(node)
+    return found
 
 
 @dataclass(frozen=True)
@@ -66,6 +73,16 @@ class _Rule:
     numel: Callable[[fx.Node], int] | None = None
 
 
+def _of_node(node: fx.Node) -> Iterator[Collective]:
+    rule = _RULES.get(node.target)
+    if rule is not None:
+        value = rule.part(node).meta["val"]
+        numel = rule.numel(node) if rule.numel else math.prod(size_hint(size) for size in value.shape)
+        dtype = str(value.dtype).removeprefix("torch.")
+        bucket = str(node.meta.get("bucket", ""))
+        yield Collective(rule.kind, str(node.args[rule.role]), dtype, numel, value.dtype.itemsize, bucket)
+
+
 def _first(node: fx.Node) -> fx.Node:
     return node.args[0]  # type: ignore[return-value]
 
@@ -74,11 +91,21 @@ def _self(node: fx.Node) -> fx.Node:
     return node
 
 
+def _counted(node: fx.Node) -> int:
+    """One count per rank and expert is sent; the result holds those received too."""
+    return int(node.meta["val"].numel()) // 2
+
+
 _RULES: dict[Any, _Rule] = {
     c10d.all_gather_into_tensor.default: _Rule("all_gather", 2, _first),
     c10d.reduce_scatter_tensor.default: _Rule("reduce_scatter", 3, _self),
     c10d.all_to_all_single.default: _Rule("all_to_all", 3, _first),
     c10d.all_reduce.default: _Rule("all_reduce", 2, _first),
+    moec.exchange_counts.default: _Rule("all_to_all", 3, _self, _counted),
+    moec.exchange.default: _Rule("all_to_all", 2, _first),
+    moec.exchange_back.default: _Rule("all_to_all", 3, _first),
+    moec.exchange_padded.default: _Rule("all_to_all", 3, _self),
+    moec.exchange_padded_back.default: _Rule("all_to_all", 4, _first),
 }
 
 _WIRE: dict[str, Callable[[int], float]] = {

@@ -6,7 +6,7 @@ log.jsonl             the pass log
 state_map.json        every weight and buffer: shape, dtype, trained or not, tied to what
 fingerprint.json      versions, device, plan and weights; compared field by field on load
 constants.safetensors tensors the program refers to; buffers.safetensors: buffers that the model computes itself
-buckets.json          what lies sharded where, for plans of several ranks
+buckets.json          what lies sharded where, and collectives.json: in which order ranks meet; for several ranks
 graphs/STAGE/UNIT.txt the graphs of every stage
 """
 
@@ -35,7 +35,8 @@ from moec.runtime.durable import write_file
 from moec.runtime.program import CONSTANTS, PROGRAM
 
 PLAN, LOG, STATE_MAP, FINGERPRINT, GRAPHS = "plan.yaml", "log.jsonl", "state_map.json", "fingerprint.json", "graphs"
-BUFFERS, WEIGHTS, BUCKETS = "buffers.safetensors", "weights.safetensors", "buckets.json"
+BUFFERS, WEIGHTS = "buffers.safetensors", "weights.safetensors"
+BUCKETS, COLLECTIVES = "buckets.json", "collectives.json"
 FORMAT = 1
 
 

@@ -25,7 +25,6 @@ from torch import Tensor, fx, nn
 
 import moec.codegen.triton  # noqa: F401  registers the kernels
 from moec.artifact import StateMap, derived_buffers, write_artifact
-from moec.bucket_file import write_buckets
 from moec.codegen.program import OBJECTIVE, ProgramText, Section, write_program
 from moec.codegen.update import header_text, update_text
 from moec.compiler.autocast import refuse_autocast_around
@@ -47,9 +46,11 @@ from moec.compiler.spec import check_joint, check_placed, check_stage
 from moec.compiler.template import Template
 from moec.compiler.unused_results import detach_unused_results
 from moec.compiler.view import TrainingView
+from moec.compiler.wire import Collective, microbatch_collectives
 from moec.models.adapters import training_view
 from moec.passes import SEMANTIC_PASSES, SHARDING_PASSES
 from moec.placing import step_over
+from moec.rank_files import write_rank_files
 from moec.runtime.program import load_program
 from moec.step import CompiledStep
 
@@ -73,6 +74,11 @@ class Compilation:
     buckets: dict[str, BucketInstance] = field(default_factory=dict)
     stages: dict[str, StageGraphs] = field(default_factory=dict)
     program: ProgramText | None = None
+
+    def collectives(self) -> list[Collective]:
+        """Those of one microbatch, in program order."""
+        layers = {section.template.name: section.parts for section in self.sections}
+        return microbatch_collectives(self.outer, layers) if self.outer is not None else []
 
 
 AfterPass = Callable[[Pass, Unit], None]
@@ -105,7 +111,7 @@ def write(compilation: Compilation, folder: Path) -> None:
     assert compilation.program is not None
     model = compilation.model
     folder.mkdir(parents=True, exist_ok=True)
-    write_buckets(folder, compilation.buckets)
+    write_rank_files(folder, compilation.buckets, compilation.collectives())
     write_artifact(
         folder,
         program=compilation.program,

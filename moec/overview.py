@@ -14,15 +14,17 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from moec.artifact import FINGERPRINT, LOG, STATE_MAP, read_json, read_stages
+from moec.artifact import FINGERPRINT, LOG, PLAN, STATE_MAP, read_json, read_stages
 from moec.compiler.errors import ArtifactError
 from moec.compiler.hardware import hardware
 from moec.compiler.log import PassLog, cost_columns
 from moec.compiler.pass_manager import PassRecord
+from moec.compiler.plan import Plan
 from moec.compiler.printer import StageGraphs
 from moec.models.build import build
 from moec.models.k3.counts import count_parameters
 from moec.models.presets import preset, preset_names
+from moec.rank_report import rank_report
 from moec.runtime.program import PROGRAM
 from moec.step import describe
 
@@ -46,6 +48,7 @@ def preset_table() -> Table:
 def compile_report(log: PassLog, folder: Path, seconds: float) -> Iterator[Any]:
     """The pass log, then how long the command took, its peak memory, and where to read on."""
     yield from log.renderables()
+    yield from rank_report(folder, Plan.from_yaml(folder / PLAN))
     yield f"compiled in {seconds:.1f} s, peak memory {_peak_bytes() / _MIB:,.0f} MiB"
     yield from _where(folder)
 
@@ -61,6 +64,7 @@ def overview(folder: Path) -> Iterator[Any]:
     yield from _near_misses(log.records)
     if log.placements:
         yield _placement_table(log)
+    yield from rank_report(folder, Plan.from_yaml(folder / PLAN))
     yield from _where(folder)
 
 

@@ -15,11 +15,11 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from moec.bucket_file import read_buckets
 from moec.compiler.errors import PlanError, RankError
 from moec.compiler.layout import BucketInstance
 from moec.compiler.log import PassLog
 from moec.compiler.plan import Plan
+from moec.rank_files import read_buckets, read_collectives
 from moec.runtime.ranks import Ranks
 from moec.runtime.sharded_state import ShardedState
 from moec.runtime.state import StepState
@@ -34,6 +34,7 @@ def step_over(
     if plan.mesh.world == 1:
         state = StepState.from_module(model, without_gradient=without_gradient)
         return CompiledStep.of(program, state, folder, log, plan)
+    program.COLLECTIVES = [(c.kind, c.role, c.dtype, c.numel) for c in read_collectives(folder)]  # type: ignore[attr-defined]
     if not torch.distributed.is_initialized():
         return UnconnectedStep.of(program, StepState({}, {}, ()), folder, log, plan).over(model, without_gradient)
     from moec.runtime.groups import connect  # loads torch.distributed, which one rank does not need
