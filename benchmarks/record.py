@@ -16,7 +16,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def environment() -> dict[str, Any]:
-    """Machine, versions, date and commit of a run."""
+    """Machine, its load of the last minute, versions, date and commit of a run."""
     try:
         commit = subprocess.run(
             ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True, cwd=RESULTS.parent
@@ -27,6 +27,7 @@ def environment() -> dict[str, Any]:
         "card": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "processor": platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
+        "load": round(os.getloadavg()[0], 1),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "date": datetime.date.today().isoformat(),

@@ -4,7 +4,9 @@
     python benchmarks/step_time.py k3-mini --batch 2 --length 4096 --steps 20 --dtype bfloat16 --device cuda
 
 Eager is the model's own forward, autograd, gradient accumulation in float32 and the same AdamW. The two alternate, so
-that a drift of the machine's speed meets both; the median step is reported. `--compiled-only` leaves eager out.
+that a drift of the machine's speed meets both. Reported are the median step in wall time and in processor time, and the
+median over the steps of how long moec took relative to the eager step beside it. Of one thread (`--threads 1`) the
+processor time hardly depends on what else the machine does. `--compiled-only` leaves eager out.
 """
 
 from __future__ import annotations
@@ -55,9 +57,12 @@ def main() -> None:
     rows = [row | {"compile_seconds": compile_seconds} for row in run(variants, options)]
     for row in rows:
         print(
-            f"{row['variant']:>6}: {row['step_ms']:.1f} ms a step, {row['tokens_per_second']:.0f} tokens/s, "
-            f"peak {row['peak_gib']} GiB, loss {row['first_loss']:.4f} -> {row['last_loss']:.4f}"
+            f"{row['variant']:>6}: {row['step_ms']:.1f} ms a step ({row['cpu_ms']:.1f} ms of processor time), "
+            f"{row['tokens_per_second']:.0f} tokens/s, peak {row['peak_gib']} GiB, "
+            f"loss {row['first_loss']:.4f} -> {row['last_loss']:.4f}"
         )
+    if "wall_ratio" in rows[0]:
+        print(f"moec / eager: {rows[0]['wall_ratio']:.3f} in wall time, {rows[0]['cpu_ratio']:.3f} in processor time")
     name = f"step_time_{options.preset.replace('-', '_')}"
     print(write_result(name, " ".join(["python", *sys.argv]), rows, RESULTS))
 
@@ -67,6 +72,7 @@ def run(
 ) -> list[dict[str, Any]]:
     """Median step of each variant, after two steps of warm-up."""
     times: dict[str, list[float]] = {name: [] for name in variants}
+    processor: dict[str, list[float]] = {name: [] for name in variants}
     losses: dict[str, list[float]] = {name: [] for name in variants}
     peaks: dict[str, float | None] = dict.fromkeys(variants, None)
     for number in range(options.steps):
@@ -75,27 +81,39 @@ def run(
             if options.device == "cuda":
                 torch.cuda.reset_peak_memory_stats()
                 torch.cuda.synchronize()
-            began = time.perf_counter()
+            began, worked = time.perf_counter(), time.process_time()
             loss = variant(batch)
             losses[name].append(float(loss))
             if options.device == "cuda":
                 torch.cuda.synchronize()
                 peaks[name] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
             times[name].append(time.perf_counter() - began)
+            processor[name].append(time.process_time() - worked)
+    ratios = {}
+    if "eager" in variants:
+        ratios = {"wall_ratio": _ratio(times), "cpu_ratio": _ratio(processor)}
     return [
         {
             "preset": options.preset,
             "variant": name,
             "shape": f"B={options.batch} T={options.length} {options.dtype}",
+            "threads": torch.get_num_threads(),
             "step_ms": 1e3 * statistics.median(times[name][2:]),
+            "cpu_ms": 1e3 * statistics.median(processor[name][2:]),
             "tokens_per_second": options.batch * options.length / statistics.median(times[name][2:]),
             "peak_gib": peaks[name],
             "first_loss": losses[name][0],
             "last_loss": losses[name][-1],
             "steps": options.steps,
+            **(ratios if name == "moec" else {}),
         }
         for name in variants
     ]
+
+
+def _ratio(times: dict[str, list[float]]) -> float:
+    """How long moec takes relative to eager: the median over pairs of steps, after the warm-up."""
+    return statistics.median(a / b for a, b in zip(times["moec"][2:], times["eager"][2:], strict=True))
 
 
 def random_batch(options: argparse.Namespace, seed: int) -> dict[str, Tensor]:

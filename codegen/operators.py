@@ -15,6 +15,7 @@ from torch import fx
 from moec.compiler._torch_compat import OpOverload
 from moec.compiler.errors import UnsupportedOpError
 from moec.compiler.graph import module_path, source_line
+from moec.compiler.size_ops import SIZE_OPS
 
 aten = torch.ops.aten
 
@@ -25,10 +26,10 @@ Form = Callable[[Sequence[str]], str]
 def call_text(node: fx.Node, render: Render) -> str:
     """The expression that computes `node`; `render` gives the text of an argument.
 
-    Raises UnsupportedOpError for a target that is neither an op overload nor a built-in of the emitted language.
+    Raises UnsupportedOpError for a target that is neither an op overload nor arithmetic on sizes.
     """
-    if node.target in _BUILTINS:
-        return _BUILTINS[node.target]([render(argument) for argument in node.args])
+    if node.target in SIZE_OPS:
+        return SIZE_OPS[node.target].format(*(wrap(render(argument)) for argument in node.args))  # type: ignore[index]
     if not isinstance(node.target, OpOverload):
         raise UnsupportedOpError(
             f"moec cannot write the call of {node.target!r}",
@@ -109,34 +110,6 @@ def _slice_text(arguments: Sequence[str]) -> str:
 
 # Keywords that only repeat what the op does anyway.
 _IMPLIED_KEYWORDS = {"layout", "pin_memory"}
-
-_BUILTINS: dict[Any, Form] = {}
-
-
-def _register_builtins() -> None:
-    import math
-    import operator
-
-    _BUILTINS.update(
-        {
-            operator.getitem: lambda a: f"{wrap(a[0])}[{a[1]}]",
-            operator.add: _infix("+"),
-            operator.sub: _infix("-"),
-            operator.mul: _infix("*"),
-            operator.floordiv: _infix("//"),
-            operator.mod: _infix("%"),
-            operator.neg: lambda a: f"-{wrap(a[0])}",
-            operator.pow: _infix("**"),
-            operator.truediv: _infix("/"),
-            math.floor: lambda a: f"int({a[0]} // 1)",
-            torch.sym_min: lambda a: f"min({a[0]}, {a[1]})",
-            torch.sym_max: lambda a: f"max({a[0]}, {a[1]})",
-            torch.sym_float: lambda a: f"float({a[0]})",
-        }
-    )
-
-
-_register_builtins()
 
 # overload -> (form, most positional arguments the form is right for)
 _FORMS: dict[OpOverload, tuple[Form, int]] = {

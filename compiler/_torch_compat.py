@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
+from torch._C import _dispatch_has_computed_kernel_for_dispatch_key, parse_schema
 from torch._C import _set_grad_enabled as set_grad_enabled_op
-from torch._C import parse_schema
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.descriptors import (
@@ -51,6 +51,7 @@ __all__ = [
     "default_partition",
     "default_store",
     "enable_python_dispatcher",
+    "has_kernel",
     "make_fx",
     "parse_schema",
     "pytree",
@@ -65,3 +66,9 @@ __all__ = [
 def autocast_is_enabled(context: torch.autocast) -> bool:
     """Whether entering a `torch.autocast` turns it on; one for a device that is not there does not."""
     return bool(context._enabled)
+
+
+def has_kernel(op: OpOverload, device: str) -> bool:
+    """Whether an op runs on "cpu" or "cuda"; True for other devices, and where this torch was built without CUDA."""
+    keys = {"cpu": "CPU"} | ({"cuda": "CUDA"} if torch.backends.cuda.is_built() else {})
+    return device not in keys or _dispatch_has_computed_kernel_for_dispatch_key(op.name(), keys[device])

@@ -250,6 +250,7 @@ def _rebase_sizes(joint: Joint) -> None:
             with joint.graph.inserting_before(node):
                 node.replace_all_uses_with(_size(joint.graph, expression, homes))
             joint.graph.erase_node(node)
+    joint.graph.eliminate_dead_code()  # values of which only the size was used would be saved for backward
 
 
 def _size(graph: fx.Graph, expression: sympy.Expr, homes: dict[sympy.Expr, tuple[fx.Node, int]]) -> Any:

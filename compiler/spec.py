@@ -4,11 +4,13 @@ captured, recognized, fused: one flat signature, only registered ops and arithme
 joint: functional (nothing is written in place), a node for every result, and gradients only of inputs that want one.
 placed: the backward reads nothing but inputs, saved values and tangents, every saved value is read, and nothing runs
 again that must run once.
+lowered: only registered ops and arithmetic on sizes, which the program can write; every op has an implementation for
+its device; what stands for something else is gone, but for calls of layers in the outer graph.
+emitted: see `spec_program.py`.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,13 +18,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from moec.compiler._torch_compat import HigherOrderOperator, OpOverload, set_grad_enabled_op
+import moec.compiler.dynamo  # noqa: F401  (registers moec::held)
+from moec.compiler._torch_compat import HigherOrderOperator, OpOverload, has_kernel, pytree, set_grad_enabled_op
 from moec.compiler.differentiate import Joint
 from moec.compiler.errors import PassError
-from moec.compiler.graph import Unit, module_path, source_line
+from moec.compiler.graph import OUTER, Unit, module_path, source_line
 from moec.compiler.partition import Partitioned, may_recompute
 from moec.compiler.pass_manager import Pass
 from moec.compiler.printer import graph_text
+from moec.compiler.region_op import region, region_backward
+from moec.compiler.size_ops import SIZE_OPS
 
 AROUND = 10
 
@@ -41,7 +46,7 @@ def check_stage(unit: Unit, step: Pass) -> None:
         for rule in RULES:
             wrong = rule.broken(unit, node)
             if wrong:
-                raise _spec_error(unit, step, rule, node, wrong)
+                raise _broken(_of(step), unit.name, unit.graph, rule.name, node, wrong)
     placeholders = unit.graph.find_nodes(op="placeholder")
     if len(placeholders) != len(unit.signature.inputs):
         raise PassError(
@@ -61,7 +66,7 @@ def check_joint(joint: Joint) -> None:
         written = [argument.name for argument in _arguments(node) if _is_written(argument)]
         if written:
             wrong = f"{node.target} writes its argument {written[0]} in place"
-            raise _broken("joint", joint.unit.name, joint.graph, "nothing is written in place", node, wrong)
+            raise _broken(DIFFERENTIATE, joint.unit.name, joint.graph, "nothing is written in place", node, wrong)
 
 
 def check_placed(parts: Partitioned) -> None:
@@ -79,34 +84,48 @@ def check_placed(parts: Partitioned) -> None:
         allowed, reason = may_recompute(node) if again else (True, "")
         if not allowed:
             wrong = f"it runs again in backward, although {reason}"
-            raise _broken("placed", unit, parts.backward, "what must run once runs once", node, wrong)
+            raise _broken(PARTITION, unit, parts.backward, "what must run once runs once", node, wrong)
 
 
-def _spec_error(unit: Unit, step: Pass, rule: Rule, node: fx.Node, wrong: str) -> PassError:
-    return _broken(
-        step.stage,
-        unit.name,
-        unit.graph,
-        rule.name,
-        node,
-        wrong,
-        after=f"after pass {step.name} ",
-        hint="run the compilation with this pass in plan.disable to get past it, and report the pass",
-    )
+def check_lowered(graph: fx.Graph, unit: str) -> None:
+    """Raise PassError when the graph of a unit, forward or backward, holds what no program can write or run."""
+    for node in graph.nodes:
+        for name, broken in LOWERED_RULES:
+            wrong = broken(unit, node)
+            if wrong:
+                raise _broken(LOWER, unit, graph, name, node, wrong)
 
 
-def _broken(
-    stage: str, unit: str, graph: fx.Graph, rule: str, node: fx.Node, wrong: str, after: str = "", hint: str = ""
-) -> PassError:
+def _of(step: Pass) -> _Step:
+    hint = "run the compilation with this pass in plan.disable to get past it, and report the pass"
+    return _Step(f"pass {step.name}", step.stage, hint)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What made a stage, and what to do about its mistakes."""
+
+    name: str
+    stage: str
+    hint: str
+
+
+def _broken(step: _Step, unit: str, graph: fx.Graph, rule: str, node: fx.Node, wrong: str) -> PassError:
     lines = graph_text(graph).splitlines()
     index = list(graph.nodes).index(node)
     around = lines[max(0, index - AROUND // 2) : index + AROUND // 2 + 1]
     return PassError(
-        f"{after}the {stage} spec does not hold: {rule}",
+        f"after {step.name} the {step.stage} spec does not hold: {rule}",
         where=f"unit {unit}, node %{node.name}, module {module_path(node) or '?'} {source_line(node)}",
         why=f"{wrong}; around it:\n    " + "\n    ".join(around),
-        hint=hint,
+        hint=step.hint,
     )
+
+
+_OURS = "report it with the model and the plan: a compilation must not get here"
+DIFFERENTIATE = _Step("differentiation", "joint", _OURS)
+PARTITION = _Step("partition", "placed", _OURS)
+LOWER = _Step("lowering", "lowered", "register what is missing (docs/extending.md), or report it")
 
 
 def _arguments(node: fx.Node) -> list[Any]:
@@ -122,12 +141,16 @@ def _known_target(unit: Unit, node: fx.Node) -> str:
         return ""
     if isinstance(node.target, HigherOrderOperator) or node.target is set_grad_enabled_op:
         return ""  # only in graphs of the torch.compile backend, where passes leave them as they are
-    if node.target in _SIZE_ARITHMETIC or getattr(node.target, "__module__", "") == "torch.fx.experimental._sym":
+    if node.target in SIZE_OPS:
         return ""
     return f"{node.target!r} is neither a registered op nor arithmetic on sizes"
 
 
 def _has_value(unit: Unit, node: fx.Node) -> str:
+    return _described(unit.name, node)
+
+
+def _described(unit: str, node: fx.Node) -> str:
     if node.op == "call_function" and "val" not in node.meta and node.users:
         return 'meta["val"] is missing, so nothing knows its shape'
     return ""
@@ -142,29 +165,43 @@ def _shapes_agree(unit: Unit, node: fx.Node) -> str:
     return "" if count == wanted else f"it returns {count} values, the signature says {wanted}"
 
 
-_SIZE_ARITHMETIC = {
-    operator.getitem,
-    operator.add,
-    operator.sub,
-    operator.mul,
-    operator.floordiv,
-    operator.truediv,
-    operator.mod,
-    operator.neg,
-    operator.eq,
-    operator.ge,
-    operator.le,
-    operator.lt,
-    operator.gt,
-    operator.ne,
-    torch.sym_min,
-    torch.sym_max,
-    torch.sym_float,
-    torch.sym_not,
-}
+def _can_be_written(unit: str, node: fx.Node) -> str:
+    if node.op != "call_function" or isinstance(node.target, OpOverload) or node.target in SIZE_OPS:
+        return ""
+    return f"{node.target!r} is neither a registered op nor arithmetic on sizes, so no program can call it"
+
+
+def _is_a_call_of_a_layer(unit: str, node: fx.Node) -> str:
+    if node.target in _LAYERS and unit != OUTER:
+        return f"{node.target} calls a layer from inside of another one"
+    return ""
+
+
+def _has_an_implementation(unit: str, node: fx.Node) -> str:
+    if not isinstance(node.target, OpOverload) or node.target in _LAYERS:
+        return ""
+    if node.target is torch.ops.moec.held.default:
+        return "moec.held stands for a higher-order op while a graph is traced, and never runs"
+    devices = sorted({tensor.device.type for tensor in _tensors_of(node)})
+    missing = [device for device in devices if not has_kernel(node.target, device)]
+    return f"{node.target} has no implementation for {missing[0]}" if missing else ""
+
+
+def _tensors_of(node: fx.Node) -> list[torch.Tensor]:
+    values = [node.meta.get("val"), *(source.meta.get("val") for source in node.all_input_nodes)]
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+_LAYERS = {region._opoverload, region_backward._opoverload}
 
 RULES = (
     Rule("only registered ops", _known_target),
     Rule("every value is described", _has_value),
     Rule("outputs match the signature", _shapes_agree),
+)
+LOWERED_RULES: tuple[tuple[str, Callable[[str, fx.Node], str]], ...] = (
+    ("every op can be written", _can_be_written),
+    ("every op has an implementation", _has_an_implementation),
+    ("layers are called by the model alone", _is_a_call_of_a_layer),
+    ("every value is described", _described),
 )

@@ -31,7 +31,7 @@ from moec.compiler.log import PassLog, StageTime
 from moec.compiler.lower import add_choice, lower
 from moec.compiler.pass_manager import Pass, PassContext, PassRecord, Pipeline
 from moec.compiler.plan import Plan
-from moec.compiler.spec import check_stage
+from moec.compiler.spec import check_lowered, check_stage
 from moec.driver import selected_passes
 
 aten = torch.ops.aten
@@ -100,8 +100,8 @@ def moec_backend(
     module, constants = runnable(units[0], gm) if units else (gm, [])
     with _timed(log.passes, f"differentiated {name}"):
         compiled = aot_autograd(
-            fw_compiler=lambda graph, _: _executable(graph, log.passes),
-            bw_compiler=lambda graph, _: _executable(graph, log.passes),
+            fw_compiler=lambda graph, _: _executable(graph, f"graph {name}", plan, log.passes),
+            bw_compiler=lambda graph, _: _executable(graph, f"graph {name} backward", plan, log.passes),
             partition_fn=default_partition,
         )(module, [*example_inputs, *constants])
     return (lambda *args: compiled(*args, *constants)) if constants else compiled
@@ -132,7 +132,7 @@ def _run_passes(units: list[Unit], plan: Plan) -> list[PassRecord]:
     return pipeline.run(Program({unit.name: unit for unit in units}), PassContext(plan=plan))
 
 
-def _executable(module: fx.GraphModule, log: PassLog) -> Callable[[list[Any]], Any]:
+def _executable(module: fx.GraphModule, name: str, plan: Plan, log: PassLog) -> Callable[[list[Any]], Any]:
     """The graph as a function that takes its arguments in a list, and empties the list to free them early."""
     for node in module.graph.nodes:
         if node.target in _VIEWS:
@@ -140,6 +140,8 @@ def _executable(module: fx.GraphModule, log: PassLog) -> Callable[[list[Any]], A
             node.target = aten.reshape.default
     for op, text in lower(module.graph).items():
         add_choice(log.lowering, op, text)
+    if plan.check:
+        check_lowered(module.graph, name)
     module.graph.set_codegen(BoxedCodeGen())
     module.recompile()
     forward = module.forward

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import moec.codegen.triton  # noqa: F401  registers the kernels
+from moec import runtime
 from moec.artifact import StateMap, derived_buffers, write_artifact
 from moec.codegen.program import OBJECTIVE, ProgramText, Section, write_program
 from moec.codegen.update import header_text, update_text
@@ -42,7 +43,8 @@ from moec.compiler.plan import Plan
 from moec.compiler.printer import StageGraphs, graph_text
 from moec.compiler.recompute_rules import apply_recompute_rules
 from moec.compiler.region_op import templates_in_scope
-from moec.compiler.spec import check_joint, check_placed, check_stage
+from moec.compiler.spec import check_joint, check_lowered, check_placed, check_stage
+from moec.compiler.spec_program import check_emitted
 from moec.compiler.template import Template
 from moec.compiler.unused_results import detach_unused_results
 from moec.compiler.view import TrainingView
@@ -298,10 +300,12 @@ def _differentiate_and_place(result: Compilation) -> None:
     log.placements = {name: parts.placements for name, parts in everything}
     result.stages["placed"] = _placed_graphs("placed", everything)
     with _timed(log, "lowered"):
-        for _, parts in everything:
+        for name, parts in everything:
             for graph in (parts.forward, parts.backward):
                 for op, text in lower(graph).items():
                     add_choice(log.lowering, op, text)
+                if plan.check:
+                    check_lowered(graph, name)
     result.stages["lowered"] = _placed_graphs("lowered", everything)
 
 
@@ -366,7 +370,7 @@ def _uncopied(value: fx.Node) -> fx.Node:
 def _emit(result: Compilation) -> ProgramText:
     assert result.outer is not None
     names = [value.name for value in result.captured.program.outer.signature.outputs]
-    return write_program(
+    program = write_program(
         header_text(type(result.model).__name__, result.plan, result.captured),
         _device(result.model),
         result.sections,
@@ -375,6 +379,9 @@ def _emit(result: Compilation) -> ProgramText:
         result.captured.tied,
         update_text(result.plan, balanced_routers(result)),
     )
+    if result.plan.check:
+        check_emitted(program.text, runtime)
+    return program
 
 
 def balanced_routers(result: Compilation) -> list[tuple[str, str, int]]:

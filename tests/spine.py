@@ -17,7 +17,7 @@ from moec.models.k3.config import K3Config
 
 VOCABULARY = 16
 WIDTH = 8
-PLAN = Plan(batch=2, length=6)
+PLAN = Plan(batch=2, length=6, check=True)
 
 SMALL = K3Config(
     vocab_size=VOCABULARY,

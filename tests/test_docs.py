@@ -317,6 +317,51 @@ def _log_rows(work: Path) -> Rows:
     return rows
 
 
+def _compile_time_rows(_: Path) -> Rows:
+    return [
+        ["model", "layers", "parameters", "seconds", "peak memory", "lines of `step.py`"],
+        *(
+            [
+                Path(row["target"]).parent.name or row["target"],
+                str(row["layers"]),
+                f"{row['parameters'] / 1e9:,.1f}B",
+                f"{row['seconds']:.1f}",
+                f"{row['peak_gib']:.2f} GiB",
+                f"{row['lines']:,}",
+            ]
+            for name in ("compile_time", "compile_time_qwen3_30b_a3b")
+            for row in _results(name)["rows"]
+        ),
+    ]
+
+
+def _compile_pass_rows(_: Path) -> Rows:
+    deepest = _results("compile_time")["rows"][-1]
+    passes = sorted(deepest["passes"].items(), key=lambda item: -item[1])
+    return [
+        ["stage or pass", "seconds"],
+        *([name, f"{seconds:.2f}"] for name, seconds in deepest["stages"].items()),
+        *([f"`{name}`", f"{seconds:.2f}"] for name, seconds in passes),
+    ]
+
+
+def _step_time_rows(_: Path) -> Rows:
+    rows: Rows = [["model", "batch", "machine", "variant", "ms a step", "tokens/s", "peak memory"]]
+    for name in ("step_time_k3_tiny", "step_time_k3_mini"):
+        result = _results(name)
+        for row in result["rows"]:
+            machine = result["card"] or f"{row['threads']} of {result['cores']} cores, load {result['load']}"
+            peak = f"{row['peak_gib']:.1f} GiB" if row["peak_gib"] else "-"
+            speed = f"{row['tokens_per_second']:,.0f}"
+            variant = f"{row['variant']}: {row['kernels']}" if "kernels" in row else row["variant"]
+            rows.append([row["preset"], row["shape"], machine, variant, f"{row['step_ms']:.0f}", speed, peak])
+    return rows
+
+
+def _results(name: str) -> dict[str, Any]:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+
+
 def _filled(row: list[str | None], old: tuple[str, ...]) -> list[str]:
     return [cell if cell is not None else "".join(old[index : index + 1]) for index, cell in enumerate(row)]
 
@@ -327,4 +372,7 @@ TABLES: dict[str, Callable[[Path], Rows]] = {
     "passes": _pass_rows,
     "operators": _operator_rows,
     "log": _log_rows,
+    "compile time": _compile_time_rows,
+    "compile passes": _compile_pass_rows,
+    "step time": _step_time_rows,
 }

@@ -183,6 +183,15 @@ def probe_group_timeout() -> bool:
         return options._timeout == timedelta(seconds=5)
 
 
+def probe_has_kernel() -> bool:
+    library = torch.library.Library("moec_probe", "DEF")
+    library.define("hollow(Tensor x) -> Tensor")
+    hollow = torch.ops.moec_probe.hollow.default
+    found = [compat.has_kernel(op, "cpu") for op in (torch.ops.aten.mm.default, torch.ops.aten.reshape.default, hollow)]
+    library._destroy()
+    return found == [True, True, False]
+
+
 PROBES: dict[str, Callable[[], bool]] = {
     "AOTInput": lambda: issubclass(compat.PlainAOTInput, compat.AOTInput),
     "AOTOutput": lambda: issubclass(compat.PlainAOTOutput, compat.AOTOutput),
@@ -204,6 +213,7 @@ PROBES: dict[str, Callable[[], bool]] = {
     "default_partition": probe_aot_autograd,
     "default_store": probe_default_store,
     "enable_python_dispatcher": probe_python_dispatcher,
+    "has_kernel": probe_has_kernel,
     "make_fx": probe_make_fx,
     "parse_schema": probe_schema,
     "pytree": probe_pytree,

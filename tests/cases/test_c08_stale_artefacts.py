@@ -19,7 +19,9 @@ import moec
 from moec.compiler.errors import ArtifactError
 from moec.compiler.plan import Plan
 
-from ..spine import PLAN, WIDTH, Language, Layer, seeded
+from ..spine import WIDTH, Language, Layer, seeded
+
+PLAN = Plan(batch=2, length=6)
 
 
 def make() -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import pytest
@@ -9,8 +10,9 @@ import torch
 from torch import Tensor, fx
 
 from moec.codegen.function import literal
-from moec.codegen.operators import _BUILTINS, _FORMS, call_text, is_binary, wrap
+from moec.codegen.operators import _FORMS, call_text, is_binary, wrap
 from moec.compiler.errors import UnsupportedOpError
+from moec.compiler.size_ops import SIZE_OPS
 
 aten = torch.ops.aten
 F = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
@@ -133,18 +135,31 @@ def test_an_absent_tensor_makes_the_rest_keywords() -> None:
     assert torch.equal(found, torch.ops.moec.short_conv(x, SQUARE, None, "silu"))
 
 
-@pytest.mark.parametrize("target", _BUILTINS, ids=lambda target: target.__name__)
+@pytest.mark.parametrize("target", SIZE_OPS, ids=lambda target: target.__name__)
 def test_arithmetic_on_sizes_is_written_as_python(target: Any) -> None:
-    arguments = {1: (7.0 if target is torch.sym_float else 7,), 2: (7, 2)}
-    if getattr(target, "__name__", "") == "getitem":
-        args: tuple[Any, ...] = ([F, G], 1)
-    else:
-        unary = {"neg", "floor", "sym_float", "sym_int", "sym_not", "_sym_sqrt"}
-        args = arguments[1 if getattr(target, "__name__", "") in unary else 2]
-    assert written(target, args)[1] is not None
-    wanted = target(*args)
-    found = written(target, args)[1]
-    assert torch.equal(found, wanted) if isinstance(wanted, Tensor) else found == wanted
+    pairs: list[tuple[Any, ...]] = [(7, 2), (2, 7), (3, 3)]
+    if "{1}" not in SIZE_OPS[target]:
+        pairs = [(True,), (False,)] if target is torch.sym_not else [(7.5,), (-2.5,), (3,)]
+    if target is operator.getitem:
+        pairs = [([F, G], 0), ([F, G], 1)]
+    for args in pairs:
+        found, wanted = written(target, args)[1], target(*args)
+        assert found is wanted if isinstance(wanted, Tensor) else (found, type(found)) == (wanted, type(wanted))
+
+
+@pytest.mark.parametrize("target", [target for target in SIZE_OPS if target is not operator.getitem], ids=str)
+def test_arithmetic_on_sizes_nests(target: Any) -> None:
+    graph = fx.Graph()
+    total = graph.call_function(operator.sub, (graph.placeholder("a"), graph.placeholder("b")))
+    operands = (total, total) if "{1}" in SIZE_OPS[target] else (total,)
+    outer = graph.call_function(operator.mul, (graph.call_function(target, operands), 3))
+
+    def render(value: Any) -> str:
+        if isinstance(value, fx.Node) and value.op == "call_function":
+            return call_text(value, render)
+        return literal(value, lambda source: source.name)
+
+    assert eval(render(outer), {"a": 9, "b": 2.5}) == target(*[6.5] * len(operands)) * 3
 
 
 def test_nested_operators_get_parentheses() -> None:

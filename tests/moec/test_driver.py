@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import moec
 from moec import driver
+from moec.codegen.program import ProgramText, write_program
 from moec.compiler.errors import CaptureError, PassError, PlanError, UnsupportedModelError
 from moec.compiler.graph import Unit
 from moec.compiler.pass_manager import Pass, PassContext, Report
@@ -181,6 +183,28 @@ def test_a_wrong_pass_is_caught_by_its_stages_spec(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(driver, "SEMANTIC_PASSES", (Wrong(),))
     with pytest.raises(moec.MoecError, match="after pass wrong the recognized spec does not hold"):
         build(seeded(Language, Layer(), Layer()), Plan(batch=2, length=6, check=True))
+
+
+def test_a_wrong_lowering_is_caught_by_its_stages_spec(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(graph: fx.Graph) -> dict[str, str]:
+        for node in graph.find_nodes(op="call_function", target=torch.ops.moec.gated_mlp_act.default):
+            node.target = torch.nn.functional.silu
+        return {}
+
+    monkeypatch.setattr(driver, "lower", wrong)
+    with pytest.raises(moec.MoecError, match="after lowering the lowered spec does not hold: every op can be written"):
+        build(seeded(Language, Layer(), Layer()), PLAN)
+
+
+def test_a_wrong_program_is_caught_by_its_stages_spec(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(*args: Any) -> ProgramText:
+        program = write_program(*args)
+        return replace(program, text=program.text.replace("moec.gated_mlp_act(", "moec.gated_mlp_axt(", 1))
+
+    monkeypatch.setattr(driver, "write_program", wrong)
+    with pytest.raises(moec.MoecError, match="after emission the emitted spec does not hold: every op exists"):
+        build(seeded(Language, Layer(), Layer()), PLAN)
+    build(seeded(Language, Layer(), Layer()), Plan(batch=2, length=6))  # not without `check`
 
 
 def test_a_pass_that_expected_something_and_found_nothing_warns(monkeypatch: pytest.MonkeyPatch) -> None:
