@@ -31,7 +31,7 @@ from moec.cli import app
 from moec.compiler.dialect import DEFINITIONS
 from moec.compiler.dialect.attention import _PAIRS
 from moec.compiler.log import PassLog
-from moec.compiler.plan import OptimizerPlan, Plan
+from moec.compiler.plan import MeshPlan, OptimizerPlan, Plan
 from moec.passes import SEMANTIC_PASSES
 from tests import markdown
 from tests.markdown import Block
@@ -228,7 +228,7 @@ def _wrong_command(line: str) -> str:
         return f"no command {words[0]}" if command is None else ", ".join(unknown)
     if program == "python" and words[0] != "-m":
         return "" if (ROOT / words[0]).is_file() else f"no file {words[0]}"
-    return "" if program in ("python", "git", "cd") else "an unknown program"
+    return "" if program in ("python", "git", "cd", "torchrun") else "an unknown program"
 
 
 # Tables: the header, then rows keyed by their first cell; None is a cell that the author writes
@@ -237,7 +237,7 @@ def _wrong_command(line: str) -> str:
 def _plan_rows(kind: type[Any]) -> Callable[[Path], Rows]:
     def rows(_: Path) -> Rows:
         values, hints = Plan().to_dict(), typing.get_type_hints(kind)
-        values = values if kind is Plan else values["optimizer"]
+        values = values if kind is Plan else values[_SECTIONS[kind]]
         below = {item.name for item in fields(kind) if is_dataclass(hints[item.name])}
         return [
             ["field", "type", "default", "meaning"],
@@ -249,6 +249,9 @@ def _plan_rows(kind: type[Any]) -> Callable[[Path], Rows]:
         ]
 
     return rows
+
+
+_SECTIONS: dict[type[Any], str] = {OptimizerPlan: "optimizer", MeshPlan: "mesh"}
 
 
 def _type_text(hint: Any) -> str:
@@ -288,7 +291,7 @@ def _operator_rows(_: Path) -> Rows:
             [
                 f"`{name}`",
                 one.summary,
-                ", ".join(f"{value} [{', '.join(shape.split())}]" for value, shape in one.shapes.items()),
+                ", ".join(f"{value} [{', '.join(shape.split())}]" for value, shape in one.shapes.items()) or "-",
                 f"`{one.flops.replace(_PAIRS, 'P')}`",
                 f"`{one.backward_flops.replace(_PAIRS, 'P')}`" if one.backward is not None else "no gradient",
                 "yes" if one.recompute else "never",
@@ -369,6 +372,7 @@ def _filled(row: list[str | None], old: tuple[str, ...]) -> list[str]:
 TABLES: dict[str, Callable[[Path], Rows]] = {
     "plan": _plan_rows(Plan),
     "optimizer": _plan_rows(OptimizerPlan),
+    "mesh": _plan_rows(MeshPlan),
     "passes": _pass_rows,
     "operators": _operator_rows,
     "log": _log_rows,
