@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, Self
 
@@ -117,6 +117,11 @@ class BucketLayout:
         """Plain values."""
         values = asdict(self)
         return {**values, "weights": [{**weight, "shape": list(weight["shape"])} for weight in values["weights"]]}
+
+    def without_gradients(self) -> Self:
+        """This layout for a layer whose weights get none: they lie where they lay."""
+        weights = tuple(replace(weight, gradient_offset=NO_GRADIENT) for weight in self.weights)
+        return replace(self, weights=weights, gradient_numel=0)
 
     @property
     def gathered_nbytes(self) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -29,6 +30,7 @@ class JointProgram:
 
     templates: by name; several may share a unit. joints: by unit name. outer: the program that calls the templates.
     shared: path of a layer's weight that more than one place of the program uses -> the outer program's name for it.
+    tied: other name of a weight -> the one that owns it.
     buckets: what is gathered and reduced together, by name; filled in by sharding.
     """
 
@@ -36,6 +38,7 @@ class JointProgram:
     joints: dict[str, Joint]
     outer: Joint
     shared: Mapping[str, str] = field(default_factory=dict)
+    tied: Mapping[str, str] = field(default_factory=dict)
     buckets: dict[str, BucketInstance] = field(default_factory=dict)
 
     def graphs(self) -> Iterator[tuple[str, fx.Graph]]:
@@ -100,10 +103,12 @@ def shared_weights(captured: Capture) -> dict[str, str]:
     outer = captured.program.outer
     named = {node: value.name for node, value in outer.placeholders() if value.kind == "weight"}
     shared = {}
-    for node in outer.graph.find_nodes(op="call_function", target=torch.ops.moec.region.default):
+    calls = outer.graph.find_nodes(op="call_function", target=torch.ops.moec.region.default)
+    uses: Counter[fx.Node] = Counter(weight for node in calls for weight in node.args[3])  # type: ignore[union-attr, misc]
+    for node in calls:
         template, path, _, weights = node.args
         for name, weight in zip(captured.templates[str(template)].weight_names, weights, strict=True):  # type: ignore[arg-type]
-            if weight in named and (named[weight] != f"{path}.{name}" or len(weight.users) > 1):
+            if weight in named and (named[weight] != f"{path}.{name}" or uses[weight] > 1 or len(weight.users) > 1):
                 shared[f"{path}.{name}"] = named[weight]
     return shared
 

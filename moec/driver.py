@@ -283,7 +283,7 @@ def _differentiate_and_place(result: Compilation) -> None:
         outer = _differentiated(captured.program.outer, plan)
         _by_path_only(outer, captured.templates)
         count([outer.graph])
-    program = JointProgram(captured.templates, joints, outer, shared_weights(captured))
+    program = JointProgram(captured.templates, joints, outer, shared_weights(captured), captured.tied)
     result.unreached = _unreached(result, outer)
     result.stages["joint"] = _joint_graphs("joint", program)
     if plan.mesh.world > 1:
@@ -310,12 +310,26 @@ def _differentiate_and_place(result: Compilation) -> None:
 
 
 def _shard(result: Compilation, program: JointProgram) -> None:
+    _refuse_written_buffers(result, program)
     with _timed(result.log, "sharded") as count:
         context = PassContext(plan=result.plan)
         result.log.records += run_placement(SHARDING_PASSES, program, context)
         result.buckets = program.buckets
         count(graph for _, graph in program.graphs())
     result.stages["sharded"] = _joint_graphs("sharded", program)
+
+
+def _refuse_written_buffers(result: Compilation, program: JointProgram) -> None:
+    """Every rank would write a value of its own; only what routers count is summed over them."""
+    counts = {histogram for _, histogram, _ in result.view.balanced}
+    for path in program.outer.buffers:
+        if path not in counts:
+            raise UnsupportedModelError(
+                f"the forward writes the buffer {path}",
+                where=path.rpartition(".")[0],
+                why=f"each of {result.plan.mesh.world} ranks sees other rows, so their buffers would differ",
+                hint="compile for one rank, or freeze the statistics that the forward keeps",
+            )
 
 
 def _differentiated(unit: Unit, plan: Plan) -> Joint:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -37,6 +37,38 @@ class JointEditor:
     def weights(self) -> list[tuple[fx.Node, InputValue]]:
         """Placeholders of weights with their descriptions, in order."""
         return [(node, value) for node, value in self._values if value.kind == "weight"]
+
+    def name_by_owner(self, tied: Mapping[str, str]) -> None:
+        """Give each weight the name that owns it; further names of it, which the trace left unread, are dropped."""
+        values = [
+            (node, replace(value, name=tied.get(value.name, value.name)) if value.kind == "weight" else value)
+            for node, value in self._values
+        ]
+        read = {value.name for node, value in values if node.users}
+        taken: set[str] = set()
+        for node, value in values:
+            idle = not node.users and (value.name in read or value.name in taken)
+            if value.kind == "weight" and idle and self.gradient(node) is None:
+                self._removed.append(node)
+            elif value.kind == "weight" and value.name in taken:
+                self._join(next(other for other, known in values if known.name == value.name), node)
+            else:
+                taken |= {value.name} if value.kind == "weight" else set()
+        self._values = [(node, value) for node, value in values if node not in self._removed]
+
+    def _join(self, first: fx.Node, second: fx.Node) -> None:
+        """Let one placeholder stand for both, with the sum of their gradients."""
+        second.replace_all_uses_with(first)
+        one, two = self._grads.get(first), self._grads.pop(second, None)
+        self._removed.append(second)
+        if one is None or two is None:
+            if two is not None:
+                self._grads[first] = two
+            return
+        with self.graph.inserting_after(self.last([one, two])):
+            total = self.graph.call_function(torch.ops.aten.add.Tensor, (one, two))
+        total.meta = dict(one.meta)
+        self._grads[first] = total
 
     def is_forward(self, node: fx.Node) -> bool:
         return node in self._forward

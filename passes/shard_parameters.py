@@ -10,14 +10,14 @@
    the same experts; where that is one rank, they are whole already and stay weights.
 
 A weight that several places use (tied) belongs to the outer program, once. Frozen weights are gathered and never
-reduced. Weights that nothing reads lie in the bucket "unused", which is never gathered.
+reduced. Weights that nothing reads lie in the bucket ":unused", which is never gathered.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -34,7 +34,7 @@ from moec.passes.joint_edit import JointEditor, empty_like_of
 
 LARGE = 1 << 20
 """Elements from which on a weight of the outer program has a bucket of its own."""
-MODEL, UNUSED = "model", "unused"
+MODEL, UNUSED = ":model", ":unused"
 
 c10d = torch.ops._c10d_functional
 moec = torch.ops.moec
@@ -75,6 +75,7 @@ class ShardParameters(PlacementPass):
     def run(self, program: JointProgram, context: PassContext) -> Report:
         """Rewrite all joints; `program.buckets` says what lies where."""
         mesh, report = context.plan.mesh, Report()
+        program.shared = _shared_by_all_calls(program)
         layouts = {
             name: _shard_layer(joint, _shared_names(program, name), mesh) for name, joint in program.joints.items()
         }
@@ -95,6 +96,16 @@ def _shared_names(program: JointProgram, unit: str) -> set[str]:
         for name in template.weight_names
         if f"{path}.{name}" in program.shared
     }
+
+
+def _shared_by_all_calls(program: JointProgram) -> dict[str, str]:
+    """`program.shared`, with each shared weight of one call shared in every call of its unit, whose text is one."""
+    shared = dict(program.shared)
+    for template in program.templates.values():
+        for name in _shared_names(program, template.unit.name):
+            for path in template.paths:
+                shared.setdefault(f"{path}.{name}", f"{path}.{name}")
+    return shared
 
 
 def _positions(template: Template) -> list[str | int]:
@@ -196,7 +207,7 @@ def _pack(
 
 def bucket_name(bucket: str) -> str:
     """'layers.3.attention' -> 'attention_3', 'layers.3.feed_forward:experts' -> 'feed_forward_experts_3'."""
-    path, _, experts = bucket.partition(":")
+    path, _, experts = bucket.removeprefix(":").partition(":")
     parts = path.split(".")
     numbers = [part for part in parts if part.isdigit()]
     words = [part for part in parts if not part.isdigit()]
@@ -216,8 +227,10 @@ class _Outer:
     def __init__(self, program: JointProgram, mesh: MeshPlan, report: Report) -> None:
         self._program, self._mesh, self._report = program, mesh, report
         self._editor = JointEditor(program.outer)
+        self._editor.name_by_owner(program.tied)
         self._shards: dict[str, fx.Node] = {}
         self._gathered: dict[str, fx.Node] = {}
+        self._reduced: set[str] = set()
 
     def run(self, layouts: dict[str, dict[Kind, BucketLayout]], before: dict[str, list[str | int]]) -> None:
         editor, templates = self._editor, self._program.templates
@@ -231,6 +244,7 @@ class _Outer:
             self._pass_weights(node, template, path, [bucket for bucket in buckets if bucket is not None])
             if backward:
                 self._take_gradients(node, template, path, known, before[template.name])
+        self._drop_unused_gradients()
         own = self._without_layers()
         for name, kind, members in self._own_buckets(own):
             self._own_bucket(name, kind, members)
@@ -270,7 +284,8 @@ class _Outer:
 
     def _pass_weights(self, node: fx.Node, template: Template, path: str, buckets: list[fx.Node]) -> None:
         owners = {value.name: weight for weight, value in self._editor.weights()}
-        owner_of = {name: self._program.shared.get(f"{path}.{name}") for name in template.weight_names}
+        names = {name: self._program.shared.get(f"{path}.{name}") for name in template.weight_names}
+        owner_of = {name: self._program.tied.get(owner or "", owner) for name, owner in names.items()}
         shared = {name: owners[owner] for name, owner in owner_of.items() if owner is not None}
         template_name, where, inputs, changing, *rest = node.args
         node.args = (template_name, where, inputs, [*buckets, *shared.values(), *changing], *rest)  # type: ignore[misc]
@@ -312,6 +327,7 @@ class _Outer:
 
     def _reduce(self, gradient: fx.Node, name: str, kind: Kind, layout: BucketLayout, path: str) -> None:
         editor = self._editor
+        self._reduced.add(name)
         part = empty_like_of(gradient, (layout.gradient_numel,), gradient.meta["val"].dtype)
         with editor.graph.inserting_after(gradient):
             arguments = (gradient, "sum", layout.ranks, kind.scatter)
@@ -319,6 +335,12 @@ class _Outer:
         with editor.graph.inserting_after(started):
             reduced = self._named("d_shard", name, c10d.wait_tensor.default, (started,), part, path, True)
         editor.set_gradient(self._shard(name, layout), reduced)
+
+    def _drop_unused_gradients(self) -> None:
+        """A layer that is called but never differentiated reduces nothing, although its template could."""
+        for name, bucket in self._program.buckets.items():
+            if name not in self._reduced and bucket.layout.ranks > 1 and bucket.layout.gradient_numel:
+                self._program.buckets[name] = replace(bucket, layout=bucket.layout.without_gradients())
 
     def _without_layers(self) -> list[tuple[fx.Node, InputValue]]:
         """Weights that the outer program reads itself; those that come to layers in buckets are no inputs any more."""
