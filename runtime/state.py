@@ -208,7 +208,10 @@ class StepState:
             master.copy_(self.weights[path])
 
     def tensors(self) -> dict[str, Tensor]:
-        """All persistent tensors under flat names, "weights.PATH", "exp_avg.PATH" ...; tied tensors once."""
+        """All persistent tensors under flat names, "weights.PATH", "exp_avg.PATH" ...; tied tensors once.
+
+        A scalar parameter and what belongs to it have one element in one dimension, as when it is sharded.
+        """
         groups: Mapping[str, Mapping[str, Tensor]] = {
             "weights": self.weights,
             "buffers": self.buffers,
@@ -217,7 +220,7 @@ class StepState:
             "exp_avg_sq": self.exp_avg_sq,
         }
         return {
-            f"{group}.{path}": tensor.detach()
+            f"{group}.{path}": tensor.detach() if tensor.dim() or group == "buffers" else tensor.detach().view(1)
             for group, members in groups.items()
             for path, tensor in members.items()
             if path not in self.aliases
