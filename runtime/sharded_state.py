@@ -173,6 +173,7 @@ class ShardedState(StepState):
         """See `StepState.accumulate`, for experts that lie whole on this rank: rows of padding are left out."""
         super().accumulate(path, gradient[: len(self.shards[self.owner(path)].rows)])
 
+    @torch.no_grad()
     def follow_weights(self) -> None:
         """See `StepState.follow_weights`; ArtifactError when the caller's model no longer holds these shards."""
         for placed in self._placed.values():

@@ -116,7 +116,7 @@ class StepState:
     @property
     def device(self) -> torch.device:
         """Where the weights are, and where small exchanges between ranks run."""
-        return next(iter(self.weights.values())).device
+        return next((weight.device for weight in self.weights.values()), torch.device("cpu"))
 
     def whole_shape(self, path: str) -> tuple[int, ...]:
         """Shape of a weight, of which several ranks hold a part each."""

@@ -1,13 +1,15 @@
-"""What ranks say to each other outside of programs: small Python values, and whether something went well everywhere."""
+"""What ranks do together outside of programs: tell each other JSON values, and whether something went well."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch.distributed as dist
+import torch
 
+from moec.runtime.control import gathered_texts
 from moec.runtime.sharded_state import ShardedState
 from moec.runtime.state import StepState
 
@@ -24,28 +26,31 @@ class PeerError(Exception):
 
 @dataclass(frozen=True)
 class Team:
-    """The ranks of a run; alone by default. All of them call the same methods in the same order."""
+    """The ranks of a run. All of them call the same methods in the same order.
 
-    rank: int = 0
-    world: int = 1
+    device: where small exchanges run.
+    """
+
+    rank: int
+    world: int
+    device: torch.device
 
     @classmethod
     def of(cls, state: StepState) -> Team:
         """The ranks that hold parts of the same state."""
-        return cls(state.rank, state.mesh.world) if isinstance(state, ShardedState) else cls()
+        rank = state.rank if isinstance(state, ShardedState) else 0
+        return cls(rank, state.world, state.device)
 
     @property
     def first(self) -> bool:
         """Whether this rank does what is done once."""
         return self.rank == 0
 
-    def gather(self, value: T) -> list[T]:
-        """The values of all ranks, in rank order, on every rank."""
+    def gather(self, value: Any) -> list[Any]:
+        """The JSON values of all ranks, in rank order, on every rank."""
         if self.world == 1:
             return [value]
-        values: list[Any] = [None] * self.world
-        dist.all_gather_object(values, value)
-        return values
+        return [json.loads(text) for text in gathered_texts(json.dumps(value), self.world, self.device)]
 
     def together(self, action: Callable[[], T]) -> T:
         """Run an action on every rank and return what it gave on this one.

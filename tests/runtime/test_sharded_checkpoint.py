@@ -20,6 +20,7 @@ from moec.compiler.errors import CheckpointError
 from moec.compiler.plan import MeshPlan
 from moec.runtime import ShardedState, StepState, durable, latest_checkpoint, load_checkpoint, save_checkpoint
 from moec.runtime.checkpoint import MANIFEST, read_manifest
+from moec.runtime.groups import connect
 from tests.runtime.processes import run_ranks, start_ranks
 from tests.runtime.sharded_toy import joined_rows, model, state
 
@@ -93,6 +94,7 @@ def test_another_model_is_refused_on_every_rank(saved: list[Path]) -> None:
 
 
 def _refuse_other_tie(rank: int, path: Path) -> None:
+    connect(MeshPlan(fsdp=2), torch.device("cpu"))
     loose = state(model(tied=False, dtype=torch.bfloat16), MeshPlan(fsdp=2), rank)
     before = {name: value.clone() for name, value in loose.weights.items()}
     with pytest.raises(CheckpointError, match=r"missing: exp_avg\.head\.weight, exp_avg_sq\.head\.weight"):
@@ -209,8 +211,11 @@ def _on_mesh(fsdp: int, function: Any, *arguments: Any) -> list[Any]:
 
 
 def _fresh(fsdp: int, ep: int, rank: int, seed: int = 5) -> StepState:
-    whole = model(seed, dtype=torch.bfloat16)
-    return StepState.from_module(whole) if fsdp == 1 else state(whole, MeshPlan(fsdp=fsdp, ep=ep), rank)
+    whole, mesh = model(seed, dtype=torch.bfloat16), MeshPlan(fsdp=fsdp, ep=ep)
+    if fsdp == 1:
+        return StepState.from_module(whole)
+    connect(mesh, torch.device("cpu"))
+    return state(whole, mesh, rank)
 
 
 def _marked() -> dict[str, Tensor]:
