@@ -20,12 +20,13 @@ _VERSIONS = ("moec", "torch", "device", "program")
 def fingerprint(artifact: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     """What must be equal. artifact: the fingerprint of the emitted step."""
     values = plan.to_dict()
-    rows = plan.batch * plan.accumulation * plan.mesh.world
-    return {
-        "weights": artifact["weights"],
-        "rows per step (batch x accumulation x ranks)": rows,
-        "plan": {name: values[name] for name in _FIXED},
-    }
+    fixed = {name: values[name] for name in _FIXED}
+    return {"weights": artifact["weights"], "rows_per_step": rows_per_step(plan), "plan": fixed}
+
+
+def rows_per_step(plan: Plan) -> int:
+    """Rows that all microbatches of all ranks hold together."""
+    return plan.batch * plan.accumulation * plan.mesh.world
 
 
 def settings(artifact: Mapping[str, Any], plan: Plan, steps: int) -> dict[str, Any]:
