@@ -343,9 +343,7 @@ def _filled(view: Tensor, path: str, rows: range, source: WeightSource) -> Tenso
 @torch.no_grad()
 def _whole(path: str, weight: Tensor, source: WeightSource, device: torch.device) -> Tensor:
     """A weight that no program reads and nothing trains: the caller's own, or a copy on every rank."""
-    if not is_fake(weight):
-        return weight
-    value = torch.empty(weight.shape, dtype=weight.dtype, device=device)
+    value = torch.empty(weight.shape, dtype=weight.dtype, device=device) if is_fake(weight) else weight
     view = value if value.dim() else value.view(1)
     _filled(view, path, range(view.shape[0]), source)
     return value

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from moec.compiler.errors import MoecError
 from moec.runtime.control import gathered_texts
 from moec.runtime.sharded_state import ShardedState
 from moec.runtime.state import StepState
@@ -16,12 +17,11 @@ from moec.runtime.state import StepState
 T = TypeVar("T")
 
 
-class PeerError(Exception):
-    """Another rank failed. rank: the lowest that did; why: the text of its error."""
+class PeerError(MoecError):
+    """Something that all ranks did together failed on another. rank: the lowest on which it did; why: its error."""
 
     def __init__(self, rank: int, why: str) -> None:
         super().__init__(f"rank {rank}: {why}")
-        self.rank, self.why = rank, why
 
 
 @dataclass(frozen=True)
