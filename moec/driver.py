@@ -170,6 +170,8 @@ def run_passes(captured: Capture, plan: Plan, log: PassLog, after_pass: AfterPas
     pipeline = Pipeline(passes, after_pass=after)
     pipeline.validate()
     log.records += pipeline.run(captured.program, PassContext(plan=plan))
+    for template in captured.templates.values():
+        template.follow_unit()
 
 
 def selected_passes(plan: Plan) -> list[Pass]:
@@ -369,13 +371,12 @@ def _uncopied(value: fx.Node) -> fx.Node:
 
 def _emit(result: Compilation) -> ProgramText:
     assert result.outer is not None
-    names = [value.name for value in result.captured.program.outer.signature.outputs]
     program = write_program(
         header_text(type(result.model).__name__, result.plan, result.captured),
         _device(result.model),
         result.sections,
         result.outer,
-        names,
+        result.captured.program.outer.signature.outputs,
         result.captured.tied,
         update_text(result.plan, balanced_routers(result)),
     )

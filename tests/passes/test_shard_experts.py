@@ -197,6 +197,45 @@ def test_enough_capacity_changes_nothing(fsdp: int, ep: int) -> None:
     compare(Experts(), mesh_of(fsdp, ep, capacity=8.0), routed_to(0, 5))
 
 
+class Dropping(Experts):
+    """One rank that does what several with a capacity do: choices that are too many for their expert count nothing."""
+
+    def __init__(self, ranks: int, capacity: int) -> None:
+        super().__init__()
+        self.ranks, self.capacity = ranks, capacity
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, indices = self.route(x)
+        places = []
+        for part in indices.chunk(self.ranks):
+            chosen = F.one_hot(part.flatten(), self.experts)
+            places.append((chosen.cumsum(0) * chosen).sum(1).view_as(part))
+        kept = torch.cat(places) <= self.capacity
+        rows, order, offsets = dialect.permute(x, indices, experts=self.experts)
+        return dialect.unpermute(self.transform(rows, offsets), order, weights * kept)
+
+
+@pytest.mark.parametrize(("fsdp", "ep"), [(2, 2), (3, 3), (4, 2)])
+@pytest.mark.parametrize("experts", [(), (0, 5)])
+def test_rows_beyond_the_capacity_are_left_out(fsdp: int, ep: int, experts: tuple[int, ...]) -> None:
+    """They give zeros and get zero gradients: the same as choices with weight 0."""
+    tokens = TOKENS // fsdp
+    module, mesh = Experts(), mesh_of(fsdp, ep, capacity=1.0, overflow="drop")
+    reference = Dropping(fsdp, capacity=-(-tokens * 2 // 8))
+    reference.load_state_dict(module.state_dict())
+    whole = layer_of(reference)
+    given = given_for(whole, reference, TOKENS)
+    routed_to(*experts)(given)
+    unit, _ = sharded(module, mesh, tokens)
+    ranks = run_spread(unit, mesh, given)
+    found = joined(unit, mesh, given, ranks)
+    assert_same(found, run_whole(whole, given))
+    assert int(found.overflow[0].sum()) > 0
+    complete = layer_of(module)
+    with pytest.raises(AssertionError):
+        assert_same(found, run_whole(complete, given))
+
+
 def test_shapes_are_fixed_by_a_capacity() -> None:
     unit, _ = sharded(Experts(), mesh_of(4, 4, capacity=1.5), 16)
     for node in unit.graph.nodes:
