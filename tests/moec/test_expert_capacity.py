@@ -64,7 +64,9 @@ def test_rows_left_out_are_counted(accumulation: int) -> None:
     assert wanted > 0
     many = simulated(0.75, "drop", accumulation)
     assert int(many.loss(batch)["dropped_rows"]) == wanted
-    assert int(cast(Tensor, many(batch).metrics["dropped_rows"])) == wanted
+    for _ in range(2):  # each step counts its own rows only
+        wanted = int(many.loss(batch)["dropped_rows"])
+        assert int(cast(Tensor, many(batch).metrics["dropped_rows"])) == wanted > 0
     assert int(simulated(4.0, "drop").loss(batch_of())["dropped_rows"]) == 0
 
 
