@@ -28,7 +28,7 @@ def plan_with(capacity: float, overflow: str, accumulation: int = 1) -> Plan:
 
 def small_model() -> Any:
     """Experts in the second layer alone: what one layer leaves out would change how the next one routes."""
-    return small_k3(experts=EXPERTS, dense_layers=1)
+    return small_k3(experts=EXPERTS, dense_layers=1, balancing=False)
 
 
 @cache
@@ -65,8 +65,7 @@ def test_rows_left_out_are_counted(accumulation: int) -> None:
     many = simulated(0.75, "drop", accumulation)
     assert int(many.loss(batch)["dropped_rows"]) == wanted
     for _ in range(2):  # each step counts its own rows only
-        wanted = int(many.loss(batch)["dropped_rows"])
-        assert int(cast(Tensor, many(batch).metrics["dropped_rows"])) == wanted > 0
+        assert int(cast(Tensor, many(batch, lr=0.0).metrics["dropped_rows"])) == wanted
     assert int(simulated(4.0, "drop").loss(batch_of())["dropped_rows"]) == 0
 
 
@@ -96,7 +95,7 @@ def test_forward_alone_and_gradients_refuse_too() -> None:
 
 
 def test_enough_capacity_is_as_one_rank() -> None:
-    report = verify_lockstep(small_model(), plan_with(4.0, "refuse", accumulation=2), steps=2)
+    report = verify_lockstep(small_k3(experts=EXPERTS), plan_with(4.0, "refuse", accumulation=2), steps=2)
     assert report.equal, str(report)
 
 
