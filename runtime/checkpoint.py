@@ -103,7 +103,7 @@ def load_checkpoint(
         tensors = state.tensors()
         manifest = team.together(lambda: _checked(path, state, tensors, fingerprint, team))
         team.together(lambda: _restore_data(path, manifest, restore_data))
-        team.together(lambda: read_tensors(path, tensors))
+        team.together(lambda: _load(path, tensors))
     except PeerError as error:
         raise CheckpointError(
             "the checkpoint could not be loaded on every rank", where=str(path), why=_cause(error)
@@ -116,10 +116,39 @@ def load_checkpoint(
     return _changes(manifest["settings"], settings or {})
 
 
-def read_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Copy tensors of a checkpoint into those given by name; of DTensors, this rank's part."""
+def read_weights(path: Path, targets: Mapping[str, Tensor]) -> None:
+    """Copy some of a checkpoint's tensors into whole ones of any dtype, by name ("weights.PATH", "buffers.PATH").
+
+    Needs neither ranks nor a state. A scalar weight has one dimension. Raises CheckpointError, with the targets
+    untouched, for damage, for a name that the checkpoint lacks and for another shape.
+    """
+    _check_files(path, read_manifest(path)["files"])
+    stored = _stored(path)
+    for name, target in targets.items():
+        shape = stored[name][0] if name in stored else None
+        if shape != list(target.shape):
+            raise CheckpointError(
+                f"the checkpoint lacks {name}" if shape is None else f"{name} in the checkpoint has shape {shape}",
+                where=str(path),
+                why="" if shape is None else f"the model's has {list(target.shape)}",
+                hint="it belongs to another model",
+            )
+    _load(path, targets)
+
+
+def _load(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Copy what a checkpoint holds into the tensors given by name; of DTensors, into this rank's part."""
     with _without_warning():
         dcp.load(dict(tensors), storage_reader=dcp.FileSystemReader(path), no_dist=True)
+
+
+def _stored(path: Path) -> dict[str, tuple[list[int], torch.dtype]]:
+    """Shape and dtype of everything in a checkpoint, by name."""
+    metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    return {
+        name: (list(entry.size), entry.properties.dtype)  # type: ignore[union-attr]
+        for name, entry in metadata.items()
+    }
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
@@ -332,11 +361,10 @@ def _flatten(fields: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _check_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    stored = _stored(path)
     _check_paths(path, "tensors", stored, tensors)
     for name, tensor in tensors.items():
-        entry = stored[name]
-        shape, dtype = list(entry.size), entry.properties.dtype  # type: ignore[union-attr]
+        shape, dtype = stored[name]
         if shape != list(tensor.shape) or dtype != tensor.dtype:
             raise CheckpointError(
                 f"the checkpoint belongs to another model: {name} is {dtype} {shape} there, "
