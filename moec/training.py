@@ -25,10 +25,12 @@ from moec.models.adapters import training_view
 from moec.running import RunOptions, TextOptions, open_text, run
 from moec.runtime import StepResult, TrainSummary, latest_checkpoint
 from moec.runtime.control import first_rank_decides
+from moec.runtime.groups import watch_of
 from moec.runtime.identity import may_change, rows_per_step
 from moec.runtime.loop import CHECKPOINTS, check_request
 from moec.runtime.metrics import METRICS
 from moec.runtime.ranks import Ranks
+from moec.runtime.watch import watched
 from moec.step import CompiledStep
 
 ARTIFACT = "artifact"
@@ -49,12 +51,13 @@ def train_model(
     all call it together, with OUT in a file system that they share: rank 0 compiles, and all load what it wrote.
     """
     ranks = ranks or Ranks()
-    _check_out(options)
-    data = open_text(text, plan, training_view(model, plan).vocabulary, ranks)
-    if ranks.world == 1:
-        step = _compiled(model, plan, options, console)
-    else:
-        step = _compiled_once(model, plan, options, console, ranks)
+    with watched(watch_of(ranks, options.rank_seconds, lambda: "no step was made; start all ranks again")):
+        _check_out(options)
+        data = open_text(text, plan, training_view(model, plan).vocabulary, ranks)
+        if ranks.world == 1:
+            step = _compiled(model, plan, options, console)
+        else:
+            step = _compiled_once(model, plan, options, console, ranks)
     return step, run(step, data, options, console, on_step, ranks)
 
 

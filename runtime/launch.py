@@ -61,7 +61,7 @@ def join(device: torch.device, *, seconds: float = 120.0) -> torch.device:
     return device
 
 
-def launch(command: Sequence[str], ranks: int, *, seconds: float = 45.0) -> int:
+def launch(command: Sequence[str], ranks: int, *, seconds: float = 15.0) -> int:
     """Run `command` as `ranks` processes on this machine until all have ended; returns the exit code of the run.
 
     seconds: how long the others may take to stop by themselves after one has failed.
