@@ -264,14 +264,18 @@ def identifier(text: str) -> str:
 
 
 def _wish(node: fx.Node) -> str:
-    """A value that leaves its module is named after the module, any other after its op; a pass may name it itself."""
+    """A value that leaves its module is named after the module, any other after its op; a pass may name it itself.
+
+    Some ops yield what only their schema can name.
+    """
     if "wish" in node.meta:
         return str(node.meta["wish"])
     path = module_path(node)
     last = path.rpartition(".")[2]
     leaves = any(module_path(user) != path for user in node.users)
-    named = leaves or node.target in _NAMED_BY_MODULE
+    named = (leaves or node.target in _NAMED_BY_MODULE) and _op_name(node) not in _NAMED_BY_RESULT
     name = last if last and not last.isdigit() and named else _op_name(node)
+    name = _result_name(node, 0) or name if name in _NAMED_BY_RESULT else name
     backward = node.meta.get("partitioner_tag") == "is_backward"
     return f"d_{name}" if backward and not name.startswith("d_") else name
 
@@ -350,3 +354,14 @@ _INLINE = {
 
 # The one op that a module such as Linear is for.
 _NAMED_BY_MODULE = {aten.mm.default, aten.addmm.default, aten.bmm.default}
+
+# Ops of which a module has several, one after the other: their schemas name what they yield.
+_NAMED_BY_RESULT = {
+    "exchange_counts",
+    "local_offsets",
+    "overflow",
+    "exchange",
+    "exchange_back",
+    "exchange_padded",
+    "exchange_padded_back",
+}

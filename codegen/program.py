@@ -26,7 +26,7 @@ from moec.codegen.function import INDENT, FunctionWriter, fold, identifier
 from moec.compiler.collectives import WAIT
 from moec.compiler.dialect.registry import nbytes
 from moec.compiler.differentiate import is_getitem
-from moec.compiler.graph import Signature
+from moec.compiler.graph import OutputValue, Signature
 from moec.compiler.partition import Partitioned
 from moec.compiler.template import Template
 
@@ -55,13 +55,13 @@ def write_program(
     device: torch.device,
     sections: Sequence[Section],
     outer: Partitioned,
-    results: Sequence[str],
+    results: Sequence[OutputValue],
     tied: Mapping[str, str],
     update: str,
 ) -> ProgramText:
     """The text of step.py.
 
-    header: its docstring. results: names of the outer results. tied: other path of a weight or buffer -> its owner.
+    header: its docstring. results: what outer gives. tied: other path of a weight or buffer -> its owner.
     update: body of update().
     """
     constants: dict[str, Tensor] = {}
@@ -184,7 +184,7 @@ def _buckets(signature: Signature) -> list[str]:
 def _model_functions(
     sections: Mapping[str, Section],
     outer: Partitioned,
-    results: Sequence[str],
+    results: Sequence[OutputValue],
     tied: Mapping[str, str],
     constants: dict[str, Tensor],
 ) -> list[str]:
@@ -195,7 +195,7 @@ def _model_functions(
 def _model_forward(
     sections: Mapping[str, Section],
     outer: Partitioned,
-    results: Sequence[str],
+    results: Sequence[OutputValue],
     tied: Mapping[str, str],
     constants: dict[str, Tensor],
 ) -> tuple[str, list[str]]:
@@ -224,7 +224,12 @@ def _model_forward(
     body += [line for name, value in writes.at_end for line in fold(_write(name, writer.text(value)))]
     saved = [writer.text(node) for node in saved_values]
     body += fold(f'saved[""] = [{", ".join([*saved, *_inputs_of_backward(outer)])}]')
-    pairs = [f'"{name}": {writer.text(node)}' for name, node in zip(results, outputs[:count], strict=True)]
+    pairs = []
+    for value, node in zip(results, outputs[:count], strict=True):
+        if value.kind == "overflow":
+            body.append(f'state.note_overflow("{value.name}", {writer.text(node)}, capacity={value.capacity})')
+        else:
+            pairs.append(f'"{value.name}": {writer.text(node)}')
     body += fold(f"results = {{{', '.join(pairs)}}}")
     body.append("return results, saved")
     return _function("def forward(state, batch):", body), saved

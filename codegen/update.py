@@ -31,7 +31,9 @@ def update_text(plan: Plan, routers: Sequence[tuple[str, str, int]]) -> str:
     optimizer = plan.optimizer
     common = f"lr=lr, betas={optimizer.betas}, eps={optimizer.eps!r}"
     bound = optimizer.clip_norm if optimizer.clip_norm > 0 else None
+    refuses = plan.mesh.capacity > 0 and plan.mesh.overflow == "refuse"
     lines = [
+        *(["runtime.refuse_overflow(state)"] if refuses else []),
         "groups = runtime.parameter_groups(state)",
         f"norm = runtime.clip_gradients(state, max_norm={bound})",
         f'runtime.adamw(state, groups["decay"], {common}, weight_decay={optimizer.weight_decay!r})',

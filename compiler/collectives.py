@@ -31,6 +31,12 @@ COLLECTIVES: dict[OpOverload, str] = {
 WAIT = _functional.wait_tensor.default
 NAMESPACE = "_c10d_functional"
 
+DTYPES = {
+    *(torch.float64, torch.float32, torch.bfloat16, torch.float16),
+    *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
+}
+"""What gloo moves; anything else goes as bytes."""
+
 COMPOSITES: dict[OpOverload, Callable[..., Any]] = {}
 
 

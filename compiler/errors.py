@@ -67,5 +67,9 @@ class RankError(MoecError):
     """Ranks that cannot work together: they differ, one of them stopped, or they are not as many as the mesh says."""
 
 
+class CapacityError(MoecError):
+    """More rows for an expert than the plan's capacity leaves room for."""
+
+
 class CollectiveError(RankError):
     """Ranks that meet in different collectives, or in one whose arguments do not fit."""

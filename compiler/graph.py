@@ -17,7 +17,7 @@ from torch import fx
 from moec.compiler._torch_compat import OpOverload
 
 InputKind = Literal["weight", "buffer", "input", "bucket", "shard"]
-OutputKind = Literal["result", "buffer"]
+OutputKind = Literal["result", "buffer", "overflow"]
 
 OUTER = "model"
 
@@ -39,10 +39,15 @@ class InputValue:
 
 @dataclass(frozen=True)
 class OutputValue:
-    """One element of the output tuple: a result, or the new value of the buffer `name`."""
+    """One element of the output tuple: a result, or the new value of the buffer `name`.
+
+    overflow: rows per expert, int64 [E], beyond the `capacity` rows that the experts at module path `name` take from a
+    rank.
+    """
 
     kind: OutputKind
     name: str
+    capacity: int = 0
 
 
 @dataclass(frozen=True)

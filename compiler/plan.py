@@ -84,6 +84,12 @@ class MeshPlan:
         _require(self.fsdp % self.ep == 0, "mesh.ep", f"is {self.ep}, mesh.fsdp is {self.fsdp}", "ep must divide fsdp")
         _require(self.prefetch >= 0, "mesh.prefetch", f"is {self.prefetch}", "it is at least 0")
         _require(self.capacity >= 0, "mesh.capacity", f"is {self.capacity}", "it is at least 0; 0 takes all rows")
+        _require(
+            self.capacity == 0 or self.ep > 1,
+            "mesh.capacity",
+            f"is {self.capacity}, mesh.ep is {self.ep}",
+            "only ranks that exchange rows have a capacity",
+        )
 
     @property
     def world(self) -> int:

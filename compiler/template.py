@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import sympy
 import torch
@@ -70,6 +71,16 @@ class Template:
     @property
     def paths(self) -> tuple[str, ...]:
         return tuple(call.path for call in self.calls)
+
+    def follow_unit(self) -> None:
+        """Take over what passes have changed of the values that the unit takes and gives."""
+        flags = [spec.requires_grad for spec in self.results[: len(self.results) - len(self.mutated)]]
+        outputs: Sequence[Any] = self.unit.graph.output_node().args[0]  # type: ignore[assignment]
+        flags += [False] * (len(outputs) - len(flags))
+        given = [ValueSpec.of(n.meta["val"], requires_grad=f) for n, f in zip(outputs, flags, strict=True)]
+        self.results = (*given, *self.results[len(self.results) - len(self.mutated) :])
+        weights = [(node, value) for node, value in self.unit.placeholders() if value.kind != "input"]
+        self.weights = tuple(ValueSpec.of(node.meta["val"], requires_grad=v.requires_grad) for node, v in weights)
 
     def take_gradients(self, joint: Joint) -> None:
         """Take over from differentiation which results pass a gradient back, and what gets one."""

@@ -230,9 +230,15 @@ def _versions() -> dict[str, Any]:
 
 
 def _device_here(saved: Any, model: nn.Module | None) -> str:
-    """Where a step would run: on the model's device, without a model on the saved one if this machine has it."""
+    """Where a step would run: on the model's device, without a model on the saved one if this machine has it.
+
+    A step for several ranks is saved without the number of a device: each rank has one of its own.
+    """
+    device = next((p.device for p in model.parameters() if not p.is_meta), None) if model is not None else None
+    if device is not None:
+        return str(device) if ":" in str(saved) else device.type
     if model is not None:
-        return str(next((p.device for p in model.parameters() if not p.is_meta), saved))
+        return str(saved)
     try:
         torch.empty(0, device=saved)
     except (AssertionError, NotImplementedError, RuntimeError, TypeError):

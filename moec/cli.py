@@ -218,7 +218,7 @@ def train(
     """Train a model on text through its compiled step, on one rank or on several.
 
     Several: with --ranks on this machine, or started as `torchrun --nproc-per-node N -m moec train ...`. A resumed run
-    keeps its plan, but for the fields given here and for the number of ranks.
+    keeps its plan, but for the fields given here and for the number of ranks, which changes the batch.
     """
     from moec.running import RunOptions, TextOptions
     from moec.runtime.launch import launch, launched
@@ -229,9 +229,8 @@ def train(
     if ranks != 1 and launched() is None:
         raise typer.Exit(launch([sys.executable, "-m", "moec", *context.meta[_ARGUMENTS]], ranks))
     world = (launched() or (0, 1))[1]
-    earlier = earlier_plan(out) if resume else {}
-    mesh = {**earlier.get("mesh", {}), "fsdp": world}
-    chosen, given = read_plan(plan, settings, {**earlier, "mesh": mesh})
+    earlier = earlier_plan(out, world) if resume else {}
+    chosen, given = read_plan(plan, settings, {"mesh": {"fsdp": world}, **earlier})
     place, own = _joined(_device(device), chosen)
     model = build_target(target, dtype=_dtype(chosen), device=place, seed=seed, weights=weights)
     text = TextOptions(data, pattern, tokenizer, seed)

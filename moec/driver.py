@@ -121,7 +121,7 @@ def write(compilation: Compilation, folder: Path) -> None:
         log=compilation.log,
         stages=compilation.stages,
         state_map=StateMap.of(model, compilation.unreached, compilation.view),
-        device=str(_device(model)),
+        device=str(_device_of_program(model, compilation.plan)),
         derived_buffers=derived_buffers(model),
     )
 
@@ -170,6 +170,8 @@ def run_passes(captured: Capture, plan: Plan, log: PassLog, after_pass: AfterPas
     pipeline = Pipeline(passes, after_pass=after)
     pipeline.validate()
     log.records += pipeline.run(captured.program, PassContext(plan=plan))
+    for template in captured.templates.values():
+        template.follow_unit()
 
 
 def selected_passes(plan: Plan) -> list[Pass]:
@@ -197,6 +199,12 @@ def example_inputs(model: nn.Module, plan: Plan, images: tuple[int, int] | None 
     if plan.image_tokens and images is not None:
         inputs["image_features"] = torch.zeros(plan.image_tokens, images[1], device=device)
     return inputs
+
+
+def _device_of_program(model: nn.Module, plan: Plan) -> torch.device:
+    """The model's; on several ranks without its number, since all have the same text and each a device of its own."""
+    device = _device(model)
+    return device if plan.mesh.world == 1 else torch.device(device.type)
 
 
 def _device(model: nn.Module) -> torch.device:
@@ -383,13 +391,12 @@ def _uncopied(value: fx.Node) -> fx.Node:
 
 def _emit(result: Compilation) -> ProgramText:
     assert result.outer is not None
-    names = [value.name for value in result.captured.program.outer.signature.outputs]
     program = write_program(
         header_text(type(result.model).__name__, result.plan, result.captured),
-        _device(result.model),
+        _device_of_program(result.model, result.plan),
         result.sections,
         result.outer,
-        names,
+        result.captured.program.outer.signature.outputs,
         result.captured.tied,
         update_text(result.plan, balanced_routers(result)),
     )

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from moec.codegen.program import Section
+from moec.compiler.graph import OutputValue
 from moec.compiler.partition import Partitioned
 from moec.runtime.sharded_state import ShardedState
 from moec.runtime.state import StepState
@@ -28,11 +29,11 @@ Caller = Callable[[fx.Node, tuple[Any, ...]], list[Any]]
 
 @dataclass
 class GraphProgram:
-    """sections, outer: the partitioned graphs. results: names of the outer results. emitted: gives `update`."""
+    """sections, outer: the partitioned graphs. results: what outer gives. emitted: gives `update`."""
 
     sections: Sequence[Section]
     outer: Partitioned
-    results: Sequence[str]
+    results: Sequence[OutputValue]
     emitted: ModuleType
 
     def __post_init__(self) -> None:
@@ -57,7 +58,13 @@ class GraphProgram:
         saved[""] = outputs[count + len(written) :], inputs
         for name, value in zip(written, outputs[count : count + len(written)], strict=True):
             state.scope("")[name].copy_(value)
-        return dict(zip(self.results, outputs[:count], strict=True)), saved
+        results = {}
+        for result, value in zip(self.results, outputs[:count], strict=True):
+            if result.kind == "overflow":
+                state.note_overflow(result.name, value, capacity=result.capacity)
+            else:
+                results[result.name] = value
+        return results, saved
 
     def backward(self, state: StepState, saved: Saved) -> None:
         """Add the gradients of one microbatch to the state."""

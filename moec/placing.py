@@ -98,6 +98,9 @@ class UnconnectedStep(CompiledStep):
             steps.append(CompiledStep.of(self.program, state, self.folder, self.log, self.plan))
         return SimulatedRanks(self.plan, steps, self)
 
+    def _saved_state(self) -> StepState:
+        return StepState.from_module(self.model, self.without_gradient)
+
     def _alone(self) -> RankError:
         world = self.plan.mesh.world
         return RankError(

@@ -15,8 +15,10 @@ from moec.compiler.errors import PlanError
 from moec.compiler.plan import Plan
 from moec.runtime import PackedText, StepResult, TrainSummary, export_weights
 from moec.runtime import train as run_loop
+from moec.runtime.groups import watch_of
 from moec.runtime.ranks import Ranks
 from moec.runtime.tokenizer import FileTokenizer
+from moec.runtime.watch import watched
 from moec.step import CompiledStep
 
 FINAL_WEIGHTS = "weights.safetensors"
@@ -101,5 +103,6 @@ def run(
         ranks=ranks,
         rank_seconds=options.rank_seconds,
     )
-    export_weights(step.state, options.out / FINAL_WEIGHTS)
+    with watched(watch_of(ranks or Ranks(), options.rank_seconds, lambda: f"{summary.checkpoint} holds the run")):
+        export_weights(step.state, options.out / FINAL_WEIGHTS)
     return summary

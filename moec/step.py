@@ -8,16 +8,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Self
 
-from safetensors.torch import save_file
-
 from moec.artifact import FINGERPRINT, STATE_MAP, WEIGHTS, digest, read_json, read_stages, write_plan
 from moec.compiler.errors import ArtifactError
 from moec.compiler.log import PassLog
 from moec.compiler.plan import Plan
 from moec.compiler.printer import StageGraphs
+from moec.runtime.export import export_weights
 from moec.runtime.program import PROGRAM
 from moec.runtime.state import StepState
 from moec.runtime.step import TrainStep
+from moec.runtime.team import Team
 
 
 class CompiledStep(TrainStep):
@@ -50,18 +50,23 @@ class CompiledStep(TrainStep):
         return pick_stage(self.folder, stage)
 
     def save(self, folder: str | Path, *, weights: bool = False) -> Path:
-        """Write the artefact to `folder`, which `moec.load` reads; with `weights` the values too."""
+        """Write the artefact to `folder`, which `moec.load` reads; with `weights` the values too.
+
+        On several ranks all call it together, with a folder that they share.
+        """
         folder = Path(folder)
+        Team.of(self.state).once(lambda: self._copy_to(folder))
+        if weights:
+            export_weights(self._saved_state(), folder / WEIGHTS, derived=True)
+        return folder
+
+    def _saved_state(self) -> StepState:
+        return self.state
+
+    def _copy_to(self, folder: Path) -> None:
         shutil.copytree(self.folder, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
         (folder / WEIGHTS).unlink(missing_ok=True)
         write_plan(folder, self.plan)
-        if weights:
-            values = {**self.state.weights, **{p: b for p, b in self.state.buffers.items()}}
-            owned = {
-                path: value.detach().contiguous() for path, value in values.items() if path not in self.state.aliases
-            }
-            save_file(owned, folder / WEIGHTS)
-        return folder
 
 
 def pick_stage(folder: Path, stage: str) -> StageGraphs:

@@ -25,10 +25,12 @@ from moec.models.adapters import training_view
 from moec.running import RunOptions, TextOptions, open_text, run
 from moec.runtime import StepResult, TrainSummary, latest_checkpoint
 from moec.runtime.control import first_rank_decides
-from moec.runtime.identity import may_change
+from moec.runtime.groups import watch_of
+from moec.runtime.identity import may_change, rows_per_step
 from moec.runtime.loop import CHECKPOINTS, check_request
 from moec.runtime.metrics import METRICS
 from moec.runtime.ranks import Ranks
+from moec.runtime.watch import watched
 from moec.step import CompiledStep
 
 ARTIFACT = "artifact"
@@ -49,19 +51,28 @@ def train_model(
     all call it together, with OUT in a file system that they share: rank 0 compiles, and all load what it wrote.
     """
     ranks = ranks or Ranks()
-    _check_out(options)
-    data = open_text(text, plan, training_view(model, plan).vocabulary, ranks)
-    if ranks.world == 1:
-        step = _compiled(model, plan, options, console)
-    else:
-        step = _compiled_once(model, plan, options, console, ranks)
+    with watched(watch_of(ranks, options.rank_seconds, lambda: "no step was made; start all ranks again")):
+        _check_out(options)
+        data = open_text(text, plan, training_view(model, plan).vocabulary, ranks)
+        if ranks.world == 1:
+            step = _compiled(model, plan, options, console)
+        else:
+            step = _compiled_once(model, plan, options, console, ranks)
     return step, run(step, data, options, console, on_step, ranks)
 
 
-def earlier_plan(out: Path) -> dict[str, Any]:
-    """Fields of the plan that the run in `out` has been trained with; none when there is none yet."""
+def earlier_plan(out: Path, ranks: int) -> dict[str, Any]:
+    """Fields of the plan that the run in `out` has been trained with, for `ranks` ranks; none when there is none yet.
+
+    `batch` is such that a step reads as many rows as before, where microbatches of one size can.
+    """
     path = out / ARTIFACT / PLAN
-    return Plan.from_yaml(path).to_dict() if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    plan = Plan.from_yaml(path)
+    batch, rest = divmod(rows_per_step(plan), plan.accumulation * ranks)
+    fields = plan.to_dict()
+    return {**fields, "mesh": {**fields["mesh"], "fsdp": ranks}, "batch": plan.batch if rest else batch}
 
 
 def _check_out(options: RunOptions) -> None:
@@ -74,9 +85,24 @@ def _check_out(options: RunOptions) -> None:
         raise CheckpointError(f"{out} already holds a run", hint="resume it (--resume), or train into another folder")
 
 
+def _check_rows(folder: Path, plan: Plan) -> None:
+    """What a step reads is found to differ before the artefact of the run is replaced."""
+    before, now = rows_per_step(Plan.from_yaml(folder / PLAN)), rows_per_step(plan)
+    if before == now:
+        return
+    batch, rest = divmod(before, plan.accumulation * plan.mesh.world)
+    raise CheckpointError(
+        f"a step of this run reads {before} rows, with this plan it would read {now}",
+        where=f"batch {plan.batch} x accumulation {plan.accumulation} x {plan.mesh.world} ranks",
+        why="a resumed run goes on with the same steps",
+        hint="choose batch, accumulation and ranks with the same product" + ("" if rest else f", as batch={batch}"),
+    )
+
+
 def _compiled(model: nn.Module, plan: Plan, options: RunOptions, console: Console) -> CompiledStep:
     folder = options.out / ARTIFACT
     if options.resume and folder.is_dir():
+        _check_rows(folder, plan)
         try:
             step = moec.load(folder, model, plan=plan)
             write_plan(folder, plan)
@@ -97,6 +123,7 @@ def _compiled_once(model: nn.Module, plan: Plan, options: RunOptions, console: C
 
     def written() -> str:
         if options.resume and folder.is_dir():
+            _check_rows(folder, plan)
             try:
                 check_fingerprint(folder, plan, model)
                 return ""

@@ -1,93 +1,134 @@
-"""Weights from safetensors files into a model, under its own names or under those of published checkpoints.
+"""Weights between files and models or runs, under a model's own names or under those of published checkpoints.
 
-1. PATH is one file, or a folder whose *.safetensors files are read together.
-2. A K3 model takes its own module paths, or the published names (models/k3/checkpoint.py).
-3. A Hugging Face model takes a folder with a config.json through `from_pretrained`, otherwise its own module paths.
-Names that are missing or left over are errors, and so are other shapes; values are cast to the model's dtypes.
+1. PATH is one safetensors file, a folder of them, or a checkpoint of a run (`step-...`, or the folder of several).
+2. Its names are the model's own module paths, or the published ones: of a K3 model those of models/k3/checkpoint.py, of
+   a Hugging Face model those that `save_pretrained` writes.
+Names that are missing or left over are errors, and so are other shapes; values are cast to the model's dtypes. Weights
+are read a few rows at a time, so a rank that holds a part of the model reads that part alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from moec.compiler.errors import CheckpointError
+from moec.compiler.pieces import Piece
 from moec.models.huggingface.adapter import is_huggingface
-from moec.models.k3.checkpoint import from_huggingface
+from moec.models.k3 import published_pieces as k3_pieces
 from moec.models.k3.model import K3Model
+from moec.runtime.checkpoint import LATEST, MANIFEST, latest_checkpoint, read_manifest, read_weights
+from moec.runtime.export import export_pieces
+from moec.runtime.state import Inventory, StepState
+from moec.runtime.tensor_file import Entry
+from moec.runtime.weight_files import FileWeights, file_entries
 
-_OTHER_TOWERS = ("vision_tower.", "mm_projector.")
+_OTHER_TOWERS = (r"vision_tower\.", r"mm_projector\.")
 _NAMED = 3
 
 
-def load_weights(model: nn.Module, path: Path) -> None:
-    """Copy the tensors at `path` into `model`; raises CheckpointError when they do not fit it."""
-    if is_huggingface(model) and (path / "config.json").is_file():
-        _copy(model, _pretrained(model, path), path)
-        return
-    files = _files(path)
-    tensors: Iterable[tuple[str, Tensor]] = _tensors(files)
-    if isinstance(model, K3Model) and not _names(files[0]) & set(model.state_dict()):
-        tensors = from_huggingface(tensors, model.config, ignore=_OTHER_TOWERS)
-    _copy(model, tensors, path)
-
-
-def _pretrained(model: Any, path: Path) -> Iterator[tuple[str, Tensor]]:
-    """What transformers itself reads from a checkpoint: it knows how published experts become stacked ones."""
-    yield from type(model).from_pretrained(path, dtype=model.dtype).state_dict().items()
-
-
-def _files(path: Path) -> list[Path]:
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path] if path.is_file() else []
-    if not files:
-        raise CheckpointError(
-            f"no weights at {path}", hint="give a safetensors file, or a folder that holds safetensors files"
-        )
-    return files
-
-
-def _names(file: Path) -> set[str]:
-    with _opened(file) as stream:
-        return set(stream.keys())
-
-
-def _tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
-    for file in files:
-        with _opened(file) as stream:
-            for name in stream.keys():  # noqa: SIM118 (not a mapping)
-                yield name, stream.get_tensor(name)
-
-
-def _opened(file: Path) -> Any:
-    try:
-        return safe_open(file, framework="pt")
-    except SafetensorError as error:
-        raise CheckpointError(f"{file} is no safetensors file", why=str(error)) from error
-
-
 @torch.no_grad()
-def _copy(model: nn.Module, tensors: Iterable[tuple[str, Tensor]], path: Path) -> None:
-    saved = set(model.state_dict())
-    slots: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    slots |= dict(model.named_buffers(remove_duplicate=False))
-    filled: set[int] = set()
-    for name, tensor in tensors:
-        if name not in saved:
+def load_weights(model: nn.Module, path: Path) -> None:
+    """Copy the weights at `path` into `model`; raises CheckpointError when they do not fit it."""
+    checkpoint = _checkpoint(path)
+    if checkpoint is not None:
+        _load_checkpoint(model, checkpoint)
+        return
+    source = file_weights(model, path)
+    for name, tensor in _saved(model).items():
+        value = source.buffer(name)
+        assert value is not None
+        tensor.copy_(value)
+
+
+def file_weights(model: nn.Module, path: Path) -> FileWeights:
+    """The safetensors at `path` as a source of the weights of `model`, which may be without data itself.
+
+    Raises CheckpointError when they do not fit it.
+    """
+    entries = file_entries(path)
+    saved = _saved(model)
+    pieces, known = _own_pieces(model, saved, entries), set(model.state_dict())
+    if not all(piece.name in entries for piece in pieces):
+        published = published_pieces(model)
+        if sum(piece.name in entries for piece in published) > sum(piece.name in entries for piece in pieces):
+            pieces, known = published, {piece.name for piece in published}
+    for name in sorted(entries.keys() - known):
+        if not any(re.match(pattern, name) for pattern in _ignored(model)):
             raise CheckpointError(
-                f"unexpected tensor {name} in {path}", why=f"{type(model).__name__} has no weight of that name"
+                f"unexpected tensor {name} in {entries[name].file}",
+                why=f"{type(model).__name__} has no weight of that name",
             )
-        if tensor.shape != slots[name].shape:
-            raise CheckpointError(
-                f"{name} in {path} has shape {list(tensor.shape)}", why=f"the model's has {list(slots[name].shape)}"
-            )
-        slots[name].copy_(tensor)
-        filled.add(id(slots[name]))  # a tied weight is filled under all of its names
-    missing = sorted(name for name in saved if id(slots[name]) not in filled)
-    if missing:
-        more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
-        raise CheckpointError(f"{path} lacks {', '.join(missing[:_NAMED])}{more}", hint="it belongs to another model")
+    return FileWeights(entries, pieces, {name: tuple(tensor.shape) for name, tensor in saved.items()})
+
+
+def save_published(state: StepState, model: nn.Module, folder: Path) -> Path:
+    """Write a run's weights under the published names of its model, as files with an index; no rank holds all of them.
+
+    On several ranks all call it together. Raises CheckpointError for a model without published names.
+    """
+    pieces = published_pieces(model)
+    if not pieces:
+        raise CheckpointError(
+            f"{type(model).__name__} has no published names", hint="export under its own names: export_weights"
+        )
+    return export_pieces(state, folder, [piece for piece in pieces if piece.path not in state.aliases])
+
+
+def published_pieces(model: nn.Module) -> list[Piece]:
+    """How a model's weights are named and cut in published checkpoints; empty for one that has none."""
+    if isinstance(model, K3Model):
+        return k3_pieces(model.config)
+    if is_huggingface(model):
+        from moec.models.huggingface.pieces import published_pieces as huggingface_pieces
+
+        return huggingface_pieces(model)
+    return []
+
+
+def _own_pieces(model: nn.Module, saved: Mapping[str, Tensor], entries: Mapping[str, Entry]) -> list[Piece]:
+    """Every tensor whole; a tied one under any of its names."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        names.setdefault(id(tensor), []).append(name)
+    return [
+        Piece(next((other for other in names[id(tensor)] if other in entries), name), tuple(tensor.shape), name)
+        for name, tensor in saved.items()
+    ]
+
+
+def _saved(model: nn.Module) -> dict[str, Tensor]:
+    """The tensors of a model's state_dict, tied ones once, under the name that owns them in a run."""
+    inventory = Inventory.of(model)
+    state = model.state_dict(keep_vars=True)
+    return {name: tensor for name, tensor in state.items() if name not in inventory.aliases}
+
+
+def _ignored(model: nn.Module) -> Iterable[str]:
+    """Patterns of published names that the model has no place for, by its own account."""
+    if isinstance(model, K3Model):
+        return _OTHER_TOWERS
+    return getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+
+
+def _checkpoint(path: Path) -> Path | None:
+    """The checkpoint that a path means, None when it holds files of another kind."""
+    if (path / MANIFEST).is_file():
+        return path
+    return latest_checkpoint(path) if (path / LATEST).is_file() else None
+
+
+def _load_checkpoint(model: nn.Module, path: Path) -> None:
+    aliases = read_manifest(path)["aliases"]
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    targets = {}
+    for name, tensor in _saved(model).items():
+        group = "buffers" if name in buffers else "weights"
+        stored = aliases.get(name, name)
+        scalar = group == "weights" and not tensor.dim()
+        targets[f"{group}.{stored}"] = tensor.detach().view(1) if scalar else tensor.detach()
+    read_weights(path, targets)

@@ -194,7 +194,7 @@ def _not_over_first(node: fx.Node) -> str:
         dim for argument in given.values() for dim in (argument if isinstance(argument, list | tuple) else [argument])
     ]
     if not dims or any(not isinstance(dim, int) or dim % value.dim() == 0 for dim in dims):
-        return "works along the first dimension, across rows"
+        return "works along the first dimension"
     return ""
 
 

@@ -8,13 +8,15 @@ In every region permute -> ... -> unpermute with grouped_linear inside (`expert_
 4. the experts' weights shrink to [ceil(E / ep), ...], and are marked in the unit's signature;
 5. what lies between is traced anew: its number of rows is data from now on. Sizes written out are read off the rows.
 
-With mesh.capacity the padded forms take their place, whose shapes are fixed. Routing, load counts and shared experts
-stay as they are. The outer unit, which comes last, passes the smaller weights on to its layers.
+With mesh.capacity the padded forms take their place, whose shapes are fixed, and the rows beyond the capacity become a
+further output of the unit. Routing, load counts and shared experts stay as they are. The outer unit, which comes last,
+passes the smaller weights on to its layers, and their overflow out.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,7 +24,7 @@ import torch
 from torch import fx
 
 from moec.compiler.errors import PassError, PlanError, UnsupportedModelError
-from moec.compiler.graph import Signature, Unit, module_path
+from moec.compiler.graph import OutputValue, Unit, module_path
 from moec.compiler.nodes import describe
 from moec.compiler.pass_manager import NearMiss, Pass, PassContext, Report
 from moec.compiler.plan import MeshPlan, Plan
@@ -35,9 +37,15 @@ ROLE = "exchange"
 
 @dataclass
 class ShardedExperts:
-    """What the pass did, under its name in the facts: template -> index of a weight -> its number of experts."""
+    """What the pass did, under its name in the facts.
+
+    weights: template -> index of a weight -> its number of experts. results: template -> how many results it had.
+    overflow: template -> the outputs that it got after those.
+    """
 
     weights: dict[str, dict[int, int]] = field(default_factory=dict)
+    results: dict[str, int] = field(default_factory=dict)
+    overflow: dict[str, list[tuple[OutputValue, torch.Tensor]]] = field(default_factory=dict)
     near_misses: list[NearMiss] = field(default_factory=list)
 
 
@@ -58,6 +66,7 @@ class ShardExperts(Pass):
         report = Report()
         done: ShardedExperts = context.facts.setdefault(self.name, ShardedExperts())
         sharded: dict[int, int] = {}
+        over: list[tuple[OutputValue, fx.Node]] = []
         for permute in unit.graph.find_nodes(op="call_function", target=_OPS.permute.default):
             inputs = dict(unit.placeholders())
             try:
@@ -67,16 +76,20 @@ class ShardExperts(Pass):
             except Refused as refused:
                 report.near_miss(permute, "experts", str(refused))
                 continue
-            _shard(region, stack, context.plan)
+            over += _shard(region, stack, context.plan)
             sharded |= {list(inputs).index(node): region.experts for node in stack.weights}
             local = _local(region.experts, context.plan.mesh)
             report.match(permute, f"{region.experts} experts on {context.plan.mesh.ep} ranks, {local} each")
         done.near_misses += report.near_misses
         if unit.is_outer:
             sharded |= _shrink_in_calls(unit, done, context.plan.mesh)
+            over += _overflow_of_calls(unit, done)
         else:
             done.weights[unit.name] = sharded
+            done.results[unit.name] = len(unit.signature.outputs)
+            done.overflow[unit.name] = [(value, node.meta["val"]) for value, node in over]
         _mark(unit, sharded)
+        _add_outputs(unit, over)
         if unit.is_outer and not any([sharded, *done.weights.values()]):
             raise _nothing_found(context.plan.mesh, done)
         return report
@@ -96,7 +109,8 @@ def _local(experts: int, mesh: MeshPlan) -> int:
     return -(-experts // mesh.ep)
 
 
-def _shard(region: Region, stack: Stack, plan: Plan) -> None:
+def _shard(region: Region, stack: Stack, plan: Plan) -> list[tuple[OutputValue, fx.Node]]:
+    """Rewrite one region; returns the overflow of its experts, where they have a capacity."""
     local = _local(region.experts, plan.mesh)
     total = region.rows.meta["val"].shape[0]
     capacity = _capacity(region, total, plan.mesh)
@@ -111,6 +125,10 @@ def _shard(region: Region, stack: Stack, plan: Plan) -> None:
     before.after_inputs([region.rows, region.offsets], [])
     counts = before.call(_OPS.exchange_counts.default, region.offsets, plan.mesh.ep, local, ROLE)
     offsets = before.call(_OPS.local_offsets.default, counts, capacity)
+    over = []
+    if capacity:
+        rows = before.call(_OPS.overflow.default, counts, region.experts, capacity)
+        over = [(OutputValue("overflow", module_path(region.permute), capacity), rows)]
     if capacity:
         received = before.call(_OPS.exchange_padded.default, region.rows, counts, capacity, ROLE)
     else:
@@ -124,6 +142,7 @@ def _shard(region: Region, stack: Stack, plan: Plan) -> None:
         options = (counts, count, capacity, ROLE) if capacity else (counts, count, ROLE)
         back = _OPS.exchange_padded_back.default if capacity else _OPS.exchange_back.default
         end.update_arg(0, after.call(back, end.args[0], *options))
+    return over
 
 
 def _capacity(region: Region, total: int | torch.SymInt, mesh: MeshPlan) -> int:
@@ -242,11 +261,38 @@ def _experts_wanted(user: fx.Node, node: fx.Node, done: ShardedExperts) -> list[
     return taken + [0] * sum(value is node for value in inputs)  # type: ignore[union-attr]
 
 
+def _overflow_of_calls(unit: Unit, done: ShardedExperts) -> list[tuple[OutputValue, fx.Node]]:
+    """The overflow that layers return: the outputs that their templates got, before the new values of buffers."""
+    found = []
+    for call in unit.graph.find_nodes(op="call_function", target=_OPS.region.default):
+        added = done.overflow.get(str(call.args[0]), [])
+        if not added:
+            continue
+        path, values = str(call.args[1]), list(call.meta["val"])
+        first = done.results[str(call.args[0])]
+        for reader in list(call.users):
+            if reader.args[1] >= first:  # type: ignore[operator]
+                reader.update_arg(1, reader.args[1] + len(added))  # type: ignore[operator]
+        call.meta["val"] = [*values[:first], *(value for _, value in added), *values[first:]]
+        after = Rewriter(unit.graph, [call], call)
+        after.after_inputs([call], [])
+        for index, (output, _) in enumerate(added):
+            name = ".".join(filter(None, (path, output.name)))
+            found.append((replace(output, name=name), after.call(operator.getitem, call, first + index)))
+    return found
+
+
+def _add_outputs(unit: Unit, added: list[tuple[OutputValue, fx.Node]]) -> None:
+    output = unit.graph.output_node()
+    output.args = ((*output.args[0], *(node for _, node in added)),)  # type: ignore[misc]
+    unit.signature = replace(unit.signature, outputs=(*unit.signature.outputs, *(value for value, _ in added)))
+
+
 def _mark(unit: Unit, sharded: dict[int, int]) -> None:
     inputs = (
         replace(value, experts=sharded.get(index, value.experts)) for index, value in enumerate(unit.signature.inputs)
     )
-    unit.signature = Signature(tuple(inputs), unit.signature.outputs)
+    unit.signature = replace(unit.signature, inputs=tuple(inputs))
 
 
 def _nothing_found(mesh: MeshPlan, done: ShardedExperts) -> PlanError:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from moec.runtime.balance import BalanceBuffers, update_balance
+    from moec.runtime.capacity import refuse_overflow
     from moec.runtime.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
     from moec.runtime.data import PackedText
     from moec.runtime.export import export_weights
@@ -49,6 +50,7 @@ _HOME = {
     "load_constants": "program",
     "load_program": "program",
     "parameter_groups": "optimizer",
+    "refuse_overflow": "capacity",
     "save_checkpoint": "checkpoint",
     "train": "loop",
     "update_balance": "balance",
@@ -78,6 +80,7 @@ __all__ = [
     "load_constants",
     "load_program",
     "parameter_groups",
+    "refuse_overflow",
     "save_checkpoint",
     "train",
     "update_balance",

@@ -5,9 +5,12 @@ Saving:
 2. rename it to its final name; 3. rewrite LATEST the same way; 4. remove checkpoints beyond the newest `keep`.
 A kill at any point leaves the last good checkpoint, and LATEST names a whole one.
 
+Several ranks write into one folder, which all of them must see: each its own rows, without padding, and the first rank
+does the rest once all have written. Whole tensors are stored, so that any number of ranks can load them, or one.
+
 Loading checks everything before it changes anything: size and checksum of each file, every name, shape and dtype, and
 the fingerprint of model and plan. A name that is missing or left over is an error. Settings may differ; loading says
-which do.
+which do. What is wrong for one rank is an error on all.
 """
 
 from __future__ import annotations
@@ -28,8 +31,9 @@ from torch import Tensor
 from moec.compiler.errors import CheckpointError
 from moec.runtime import durable, random_state
 from moec.runtime.state import StepState
+from moec.runtime.team import PeerError, Team
 
-FORMAT = 2
+FORMAT = 3
 LATEST = "LATEST"
 MANIFEST = "moec.json"
 _STEP = "step-"
@@ -48,7 +52,7 @@ def save_checkpoint(
     data: Mapping[str, Any] | None = None,
     keep: int = 3,
 ) -> Path:
-    """Save a run between two steps and return the new checkpoint's folder.
+    """Save a run between two steps and return the new checkpoint's folder; all ranks call it together.
 
     fingerprint, settings: JSON values nested by field, which must be equal at load, and which may have changed.
     data: the position of the batches. keep: how many checkpoints stay, this one included. Raises CheckpointError when
@@ -56,27 +60,24 @@ def save_checkpoint(
     """
     if keep < 1:
         raise CheckpointError(f"keep is {keep}", hint="keep at least one checkpoint")
+    team = Team.of(state)
     final = folder / f"{_STEP}{state.step:08d}"
     partial = folder / f"{durable.PARTIAL}{final.name}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        durable.remove_partials(folder)
-        with _single_process():
-            dcp.save(state.tensors(), storage_writer=dcp.FileSystemWriter(partial, sync_files=True), no_dist=True)
-        durable.write_file(partial / MANIFEST, _manifest(partial, state, fingerprint, settings or {}, data))
-        durable.publish(partial, final)
-        durable.write_file(folder / LATEST, f"{final.name}\n".encode())
-        for old in _steps(folder)[:-keep]:
-            if old != final:
-                durable.remove_folder(old)
-    except (OSError, dcp.CheckpointException) as error:
-        shutil.rmtree(partial, ignore_errors=True)
+        team.once(lambda: _start(folder))
+        _write_tensors(partial, state, team)
+        parts = team.gather(team.together(lambda: _part(partial, team, data)))
+        team.once(lambda: _publish(partial, final, _manifest(partial, state, parts, fingerprint, settings or {}), keep))
+    except (OSError, dcp.CheckpointException, PeerError) as error:
         raise CheckpointError(
             f"the checkpoint of step {state.step} could not be written",
             where=str(folder),
             why=_cause(error),
             hint="free space or choose another folder; the checkpoint before it is whole",
         ) from error
+    finally:
+        if team.first:
+            shutil.rmtree(partial, ignore_errors=True)
     return final
 
 
@@ -90,26 +91,64 @@ def load_checkpoint(
 ) -> Changes:
     """Load a checkpoint's folder into `state` in place, then the data position, then the random generators.
 
+    All ranks call it together. Their number and how they share experts may be other ones than when it was saved; a
+    rank that was not there then starts its random generators from the step and its number.
+
     Returns the settings that changed. Where none did, the run goes on bit for bit as it would have without the stop.
     Raises CheckpointError, with `state` untouched, when the checkpoint is incomplete or belongs to another model or
     plan.
     """
-    manifest = _read_manifest(path)
-    tensors = state.tensors()
-    _check_tensors(path, tensors)
-    _check_paths(path, "optimizer updates", manifest["updates"], state.updates)
-    _check_fingerprint(path, manifest["fingerprint"], fingerprint)
-    if restore_data is not None:
-        if manifest["data"] is None:
-            raise CheckpointError("the checkpoint holds no data position", where=str(path))
-        restore_data(manifest["data"])
-    with _single_process():
-        dcp.load(tensors, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+    team = Team.of(state)
+    try:
+        tensors = state.tensors()
+        manifest = team.together(lambda: _checked(path, state, tensors, fingerprint, team))
+        team.together(lambda: _restore_data(path, manifest, restore_data))
+        team.together(lambda: _load(path, tensors))
+    except PeerError as error:
+        raise CheckpointError(
+            "the checkpoint could not be loaded on every rank", where=str(path), why=_cause(error)
+        ) from error
     state.step = manifest["step"]
     state.updates.update(manifest["updates"])
     state.clear_gradients()
-    random_state.restore(manifest["random"])
+    state.note_weights()
+    _restore_random(manifest, team)
     return _changes(manifest["settings"], settings or {})
+
+
+def read_weights(path: Path, targets: Mapping[str, Tensor]) -> None:
+    """Copy some of a checkpoint's tensors into whole ones of any dtype, by name ("weights.PATH", "buffers.PATH").
+
+    Needs neither ranks nor a state. A scalar weight has one dimension. Raises CheckpointError, with the targets
+    untouched, for damage, for a name that the checkpoint lacks and for another shape.
+    """
+    _check_files(path, read_manifest(path)["files"])
+    stored = _stored(path)
+    for name, target in targets.items():
+        shape = stored[name][0] if name in stored else None
+        if shape != list(target.shape):
+            raise CheckpointError(
+                f"the checkpoint lacks {name}" if shape is None else f"{name} in the checkpoint has shape {shape}",
+                where=str(path),
+                why="" if shape is None else f"the model's has {list(target.shape)}",
+                hint="it belongs to another model",
+            )
+    _load(path, targets)
+
+
+def _load(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Copy what a checkpoint holds into the tensors given by name; of DTensors, into this rank's part."""
+    with _without_warning():
+        dcp.load(dict(tensors), storage_reader=dcp.FileSystemReader(path), no_dist=True)
+
+
+def _stored(path: Path) -> dict[str, tuple[list[int], torch.dtype]]:
+    """Shape and dtype of everything in a checkpoint, by name."""
+    metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    return {
+        name: (list(entry.size), entry.properties.dtype)  # type: ignore[union-attr]
+        for name, entry in metadata.items()
+    }
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
@@ -124,17 +163,43 @@ def latest_checkpoint(folder: Path) -> Path | None:
 
 
 @contextmanager
-def _single_process() -> Iterator[None]:
+def _without_warning() -> Iterator[None]:
     """torch warns about running without a process group even when told to."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         yield
 
 
-def _cause(error: OSError | dcp.CheckpointException) -> str:
+def _cause(error: OSError | dcp.CheckpointException | PeerError) -> str:
     if isinstance(error, dcp.CheckpointException):
         return "; ".join(sorted({str(failure) for failure, _ in error.failures.values()}))
-    return error.strerror or str(error)
+    return error.strerror or str(error) if isinstance(error, OSError) else str(error)
+
+
+def _start(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    durable.remove_partials(folder)
+
+
+def _write_tensors(partial: Path, state: StepState, team: Team) -> None:
+    with _without_warning():
+        writer = dcp.FileSystemWriter(partial, sync_files=True)
+        dcp.save(state.tensors(), storage_writer=writer, no_dist=team.world == 1)
+
+
+def _part(partial: Path, team: Team, data: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What one rank knows of a checkpoint: the files it wrote, its random generators, its position in the data."""
+    files = [*partial.glob(f"__{team.rank}_*"), *(partial.glob(".metadata") if team.first else ())]
+    return {"files": {file.name: _seal(file) for file in files}, "random": random_state.capture(), "data": data}
+
+
+def _publish(partial: Path, final: Path, manifest: bytes, keep: int) -> None:
+    durable.write_file(partial / MANIFEST, manifest)
+    durable.publish(partial, final)
+    durable.write_file(final.parent / LATEST, f"{final.name}\n".encode())
+    for old in _steps(final.parent)[:-keep]:
+        if old != final:
+            durable.remove_folder(old)
 
 
 def _steps(folder: Path) -> list[Path]:
@@ -147,10 +212,20 @@ def _steps(folder: Path) -> list[Path]:
 def _manifest(
     partial: Path,
     state: StepState,
+    parts: list[dict[str, Any]],
     fingerprint: Mapping[str, Any],
     settings: Mapping[str, Any],
-    data: Mapping[str, Any] | None,
 ) -> bytes:
+    files = {name: seal for part in parts for name, seal in part["files"].items()}
+    _check_one_folder(partial, files)
+    data = parts[0]["data"]
+    for rank, part in enumerate(parts):
+        if part["data"] != data:
+            raise CheckpointError(
+                f"ranks 0 and {rank} stand at different positions in the data",
+                why=f"{data} and {part['data']}",
+                hint="give every rank the same data in the same order; each takes its own rows of a batch",
+            )
     content = {
         "format": FORMAT,
         "step": state.step,
@@ -160,13 +235,53 @@ def _manifest(
         "data": data,
         "updates": state.updates,
         "aliases": state.aliases,
-        "files": {file.name: _seal(file) for file in sorted(partial.iterdir())},
-        "random": random_state.capture(),
+        "files": dict(sorted(files.items())),
+        "random": [part["random"] for part in parts],
     }
     return json.dumps(content).encode()
 
 
-def _read_manifest(path: Path) -> dict[str, Any]:
+def _check_one_folder(partial: Path, files: Mapping[str, Any]) -> None:
+    seen = {file.name for file in partial.iterdir()}
+    if seen != files.keys():
+        missing = sorted(files.keys() - seen) or sorted(seen - files.keys())
+        raise CheckpointError(
+            f"the ranks do not write into one folder: {', '.join(missing[:_NAMED])} is not where rank 0 looks",
+            where=str(partial.parent),
+            hint="give a folder on a disk that all ranks share",
+        )
+
+
+def _checked(
+    path: Path, state: StepState, tensors: Mapping[str, Tensor], fingerprint: Mapping[str, Any], team: Team
+) -> dict[str, Any]:
+    """The manifest of a checkpoint that fits; each rank looks at its share of the files."""
+    manifest = read_manifest(path)
+    _check_files(path, dict(sorted(manifest["files"].items())[team.rank :: team.world]))
+    _check_tensors(path, tensors)
+    _check_paths(path, "optimizer updates", manifest["updates"], state.updates)
+    _check_fingerprint(path, manifest["fingerprint"], fingerprint)
+    return manifest
+
+
+def _restore_data(path: Path, manifest: Mapping[str, Any], restore: Callable[[Mapping[str, Any]], None] | None) -> None:
+    if restore is None:
+        return
+    if manifest["data"] is None:
+        raise CheckpointError("the checkpoint holds no data position", where=str(path))
+    restore(manifest["data"])
+
+
+def _restore_random(manifest: Mapping[str, Any], team: Team) -> None:
+    states = manifest["random"]
+    if team.rank < len(states):
+        random_state.restore(states[team.rank])
+    else:
+        random_state.separate(team.rank, manifest["step"])
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Everything but tensors of the checkpoint in a folder; raises CheckpointError when there is none."""
     file = path / MANIFEST
     if not file.is_file():
         raise CheckpointError(
@@ -184,7 +299,11 @@ def _read_manifest(path: Path) -> dict[str, Any]:
             where=str(path),
             hint="load it with the version of moec that wrote it",
         )
-    for name, (size, checksum) in manifest["files"].items():
+    return manifest
+
+
+def _check_files(path: Path, files: Mapping[str, tuple[int, int]]) -> None:
+    for name, (size, checksum) in files.items():
         if not (path / name).is_file():
             raise _damaged(path, f"{name} is missing")
         found = _seal(path / name)
@@ -192,7 +311,6 @@ def _read_manifest(path: Path) -> dict[str, Any]:
             raise _damaged(path, f"{name} has {found[0]} bytes instead of {size}")
         if found[1] != checksum:
             raise _damaged(path, f"{name} has another checksum than when it was written")
-    return manifest
 
 
 def _seal(file: Path) -> tuple[int, int]:
@@ -243,11 +361,10 @@ def _flatten(fields: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _check_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    stored = _stored(path)
     _check_paths(path, "tensors", stored, tensors)
     for name, tensor in tensors.items():
-        entry = stored[name]
-        shape, dtype = list(entry.size), entry.properties.dtype  # type: ignore[union-attr]
+        shape, dtype = stored[name]
         if shape != list(tensor.shape) or dtype != tensor.dtype:
             raise CheckpointError(
                 f"the checkpoint belongs to another model: {name} is {dtype} {shape} there, "

@@ -1,7 +1,8 @@
 """What makes a run the same run, and what may change while it goes on.
 
 A checkpoint and the step that goes on from it must have equal fingerprints: the weights by name, shape, dtype and tie,
-and what a batch is. All else are settings: how the step is computed (recomputation, loss chunks, passes), by which
+and what a step reads: rows of all microbatches and ranks together, and their length. All else are settings: how the
+rows are shared out (ranks, microbatches), how the step is computed (recomputation, loss chunks, passes), by which
 versions on which device, and how the optimizer is set. They may change when a run is resumed, and each change is noted.
 """
 
@@ -12,14 +13,20 @@ from typing import Any
 
 from moec.compiler.plan import Plan
 
-_FIXED = ("batch", "length", "accumulation", "dtype", "packing", "image_tokens")
+_FIXED = ("length", "dtype", "packing", "image_tokens")
 _VERSIONS = ("moec", "torch", "device", "program")
 
 
 def fingerprint(artifact: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     """What must be equal. artifact: the fingerprint of the emitted step."""
     values = plan.to_dict()
-    return {"weights": artifact["weights"], "plan": {name: values[name] for name in _FIXED}}
+    fixed = {name: values[name] for name in _FIXED}
+    return {"weights": artifact["weights"], "rows_per_step": rows_per_step(plan), "plan": fixed}
+
+
+def rows_per_step(plan: Plan) -> int:
+    """Rows that all microbatches of all ranks hold together."""
+    return plan.batch * plan.accumulation * plan.mesh.world
 
 
 def settings(artifact: Mapping[str, Any], plan: Plan, steps: int) -> dict[str, Any]:

@@ -61,7 +61,7 @@ def join(device: torch.device, *, seconds: float = 120.0) -> torch.device:
     return device
 
 
-def launch(command: Sequence[str], ranks: int, *, seconds: float = 45.0) -> int:
+def launch(command: Sequence[str], ranks: int, *, seconds: float = 15.0) -> int:
     """Run `command` as `ranks` processes on this machine until all have ended; returns the exit code of the run.
 
     seconds: how long the others may take to stop by themselves after one has failed.
@@ -149,12 +149,13 @@ def _followed(children: Sequence[subprocess.Popen[bytes]], outputs: Sequence[Pat
 
 
 def _report(rank: int, code: int, outputs: Sequence[Path]) -> int:
-    """Say how the first rank failed; rank 0 has printed its own errors."""
+    """Say how the first rank failed, and show what rank 0 has not shown: its last words, or what others said of it."""
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     print(f"rank {rank} of {len(outputs)} {how}", file=sys.stderr)
-    if rank:
-        lines = outputs[rank].read_text(errors="replace").splitlines()[-_LINES:]
-        print("\n".join(f"  rank {rank}: {line}" for line in lines), file=sys.stderr, flush=True)
+    shown = [rank] if rank else [1] if code < 0 and len(outputs) > 1 else []
+    for other in shown:
+        lines = outputs[other].read_text(errors="replace").splitlines()[-_LINES:]
+        print("\n".join(f"  rank {other}: {line}" for line in lines), file=sys.stderr, flush=True)
     return 128 - code if code < 0 else code
 
 

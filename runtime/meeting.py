@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moec.compiler.collectives import ROLES, group_of, groups_of
+from moec.compiler.collectives import DTYPES, ROLES, group_of, groups_of
 from moec.compiler.plan import MeshPlan
 from moec.runtime.collective import Call
 
@@ -41,6 +41,8 @@ def flaw(mesh: MeshPlan, rank: int, call: Call, value: Tensor) -> str:
         return f"the call says {call.group_size} ranks, a group of {call.role} has {size}"
     if not value.is_contiguous():
         return "the input is strided; a process group takes contiguous tensors only"
+    if call.dtype not in DTYPES:
+        return f"gloo moves no {call.dtype}; move it as bytes"
     if call.reduction and call.reduction not in REDUCTIONS:
         return f"there is no reduction {call.reduction!r}; there are {', '.join(REDUCTIONS)}"
     if call.op == "broadcast" and not 0 <= call.source < size:

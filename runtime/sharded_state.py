@@ -173,6 +173,7 @@ class ShardedState(StepState):
         """See `StepState.accumulate`, for experts that lie whole on this rank: rows of padding are left out."""
         super().accumulate(path, gradient[: len(self.shards[self.owner(path)].rows)])
 
+    @torch.no_grad()
     def follow_weights(self) -> None:
         """See `StepState.follow_weights`; ArtifactError when the caller's model no longer holds these shards."""
         for placed in self._placed.values():
@@ -342,9 +343,7 @@ def _filled(view: Tensor, path: str, rows: range, source: WeightSource) -> Tenso
 @torch.no_grad()
 def _whole(path: str, weight: Tensor, source: WeightSource, device: torch.device) -> Tensor:
     """A weight that no program reads and nothing trains: the caller's own, or a copy on every rank."""
-    if not is_fake(weight):
-        return weight
-    value = torch.empty(weight.shape, dtype=weight.dtype, device=device)
+    value = torch.empty(weight.shape, dtype=weight.dtype, device=device) if is_fake(weight) else weight
     view = value if value.dim() else value.view(1)
     _filled(view, path, range(view.shape[0]), source)
     return value

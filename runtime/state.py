@@ -63,6 +63,8 @@ class StepState:
     derived_buffers: buffers that the model computes itself and leaves out of its own state_dict.
     masters, exp_avg, exp_avg_sq: trainable path -> tensor of the weight's shape.
     gradients: trainable path -> sum over the microbatches so far.
+    overflow: path of experts -> rows beyond their capacity, int64 [E], summed over the microbatches so far.
+    capacities: the same paths -> rows that each expert takes from a rank.
     updates: trainable path -> how often the optimizer has changed it (the step of AdamW's bias correction).
     step: completed optimizer steps.
     """
@@ -79,6 +81,8 @@ class StepState:
     exp_avg_sq: dict[str, Tensor] = field(init=False)
     gradients: dict[str, Tensor] = field(init=False, default_factory=dict)
     updates: dict[str, int] = field(init=False)
+    overflow: dict[str, Tensor] = field(init=False, default_factory=dict)
+    capacities: dict[str, int] = field(init=False, default_factory=dict)
     _scopes: dict[str, Mapping[str, Tensor]] = field(init=False, default_factory=dict, repr=False)
     _where: dict[str, int] = field(init=False, default_factory=dict, repr=False)
     _versions: dict[str, int] = field(init=False, default_factory=dict, repr=False)
@@ -116,7 +120,7 @@ class StepState:
     @property
     def device(self) -> torch.device:
         """Where the weights are, and where small exchanges between ranks run."""
-        return next(iter(self.weights.values())).device
+        return next((weight.device for weight in self.weights.values()), torch.device("cpu"))
 
     def whole_shape(self, path: str) -> tuple[int, ...]:
         """Shape of a weight, of which several ranks hold a part each."""
@@ -157,6 +161,11 @@ class StepState:
         """Add the gradients of one layer, by weight name relative to the layer at `path`."""
         for name, gradient in gradients.items():
             self.accumulate(f"{path}.{name}" if path else name, gradient)
+
+    def note_overflow(self, path: str, rows: Tensor, *, capacity: int) -> None:
+        """Add the rows of one microbatch that were too many for the experts at `path`: int64 [E]."""
+        self.capacities[path] = capacity
+        self.overflow[path] = rows if path not in self.overflow else self.overflow[path] + rows
 
     def scope(self, path: str) -> Mapping[str, Tensor]:
         """Weights and buffers below a module path, by relative name; "" gives all of them."""
@@ -200,6 +209,7 @@ class StepState:
     def clear_gradients(self) -> None:
         """Forget all sums; called before the first microbatch of a step."""
         self.gradients.clear()
+        self.overflow.clear()
 
     @torch.no_grad()
     def refresh_masters(self) -> None:
@@ -208,7 +218,10 @@ class StepState:
             master.copy_(self.weights[path])
 
     def tensors(self) -> dict[str, Tensor]:
-        """All persistent tensors under flat names, "weights.PATH", "exp_avg.PATH" ...; tied tensors once."""
+        """All persistent tensors under flat names, "weights.PATH", "exp_avg.PATH" ...; tied tensors once.
+
+        A scalar parameter and what belongs to it have one element in one dimension, as when it is sharded.
+        """
         groups: Mapping[str, Mapping[str, Tensor]] = {
             "weights": self.weights,
             "buffers": self.buffers,
@@ -217,7 +230,7 @@ class StepState:
             "exp_avg_sq": self.exp_avg_sq,
         }
         return {
-            f"{group}.{path}": tensor.detach()
+            f"{group}.{path}": tensor.detach() if tensor.dim() or group == "buffers" else tensor.detach().view(1)
             for group, members in groups.items()
             for path, tensor in members.items()
             if path not in self.aliases

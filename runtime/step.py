@@ -25,6 +25,7 @@ from moec.compiler.errors import BatchError, NonFiniteError
 from moec.compiler.plan import Plan
 from moec.runtime import identity
 from moec.runtime.batch import IGNORED, BatchRules
+from moec.runtime.capacity import dropped_rows, refuse_overflow
 from moec.runtime.control import gathered_texts, summed
 from moec.runtime.handshake import agreement, shake_hands
 from moec.runtime.protocol import StepResult
@@ -65,7 +66,10 @@ class TrainStep:
         document_ids: Tensor | None = None,
         lr: float | None = None,
     ) -> StepResult:
-        """Run one step; raises BatchError before anything changes, NonFiniteError before weights change."""
+        """Run one step.
+
+        Raises BatchError before anything changes, NonFiniteError and CapacityError before weights change.
+        """
         if isinstance(batch, Tensor):
             given = {"input_ids": batch, "labels": labels, "document_ids": document_ids}
             batch = {name: value for name, value in given.items() if value is not None}
@@ -83,7 +87,7 @@ class TrainStep:
         except NonFiniteError as error:
             site = first_non_finite(self.program, self.state, microbatches)
             raise NonFiniteError(error.what, where=f"{error.where}: {site}", why=error.why, hint=error.hint) from error
-        totals = self._summed(totals)
+        totals = self._summed(totals | self._dropped())
         loss = totals["lm_loss"]
         self.state.note_weights()
         self.state.step += 1
@@ -119,7 +123,8 @@ class TrainStep:
                 results, _ = self.program.forward(self.state, microbatch)
                 for name, value in results.items():
                     totals[name] = totals[name] + value if name in totals else value
-        return self._summed(totals)
+            self._refuse_overflow()
+            return self._summed(totals | self._dropped())
 
     def gradients(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Weight path -> gradient of the objective over the batch; on several ranks this one's rows. No change."""
@@ -128,6 +133,7 @@ class TrainStep:
             for microbatch in self._prepared(batch):
                 _, saved = self.program.forward(self.state, microbatch)
                 self.program.backward(self.state, saved)
+            self._refuse_overflow()
         found = dict(self.state.gradients)
         self.state.clear_gradients()
         return found
@@ -136,9 +142,11 @@ class TrainStep:
     def _buffers_kept(self) -> Iterator[None]:
         """Within the context the program may write buffers (routing counts); they are as before on exit."""
         before = {path: buffer.clone() for path, buffer in self.state.buffers.items()}
+        self.state.overflow.clear()
         try:
             yield
         finally:
+            self.state.overflow.clear()
             for path, value in before.items():
                 self.state.buffers[path].copy_(value)
 
@@ -180,6 +188,15 @@ class TrainStep:
             rank, what = next((rank, what) for rank, what in enumerate(whats) if what)
             raise BatchError(f"rank {rank} refuses its batch: {what}", hint="the error of that rank says more")
         return checked, valid
+
+    def _refuse_overflow(self) -> None:
+        if self.plan.mesh.capacity and self.plan.mesh.overflow == "refuse":
+            refuse_overflow(self.state)
+
+    def _dropped(self) -> dict[str, Tensor]:
+        """The rows of this rank that its plan left out, as a result to be summed."""
+        drops = self.plan.mesh.capacity and self.plan.mesh.overflow == "drop"
+        return {"dropped_rows": dropped_rows(self.state)} if drops else {}
 
     def _summed(self, totals: dict[str, Tensor]) -> dict[str, Tensor]:
         """Results summed over ranks, with one collective."""

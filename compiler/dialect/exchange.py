@@ -254,7 +254,7 @@ _COUNTS = define_op(
 
 define_op(
     "local_offsets",
-    "(Tensor counts, int capacity) -> Tensor offsets",
+    "(Tensor counts, int capacity) -> Tensor local_offsets",
     _local_offsets,
     _local_offsets_fake,
     shapes={"counts": "_ _ _"},
@@ -265,7 +265,7 @@ define_op(
 
 define_op(
     "overflow",
-    "(Tensor counts, int experts, int capacity) -> Tensor rows",
+    "(Tensor counts, int experts, int capacity) -> Tensor overflow",
     _overflow,
     _overflow_fake,
     shapes={"counts": "_ _ _"},
@@ -283,7 +283,7 @@ _THERE = define_op(
     flops="0",
     recompute=False,
     source=_SOURCE,
-    summary="rows to the ranks of their experts",
+    summary="rows to the ranks of their experts; its gradient is `exchange_back`",
 )
 
 _BACK = define_op(
@@ -295,7 +295,7 @@ _BACK = define_op(
     flops="0",
     recompute=False,
     source=_SOURCE,
-    summary="rows back to the ranks of their tokens",
+    summary="rows back to the ranks of their tokens; its gradient is `exchange`",
 )
 
 _PADDED = define_op(

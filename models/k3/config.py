@@ -55,7 +55,7 @@ class K3Config:
 
     image_token: id of the placeholder that image features replace, 0 for a model without images.
     init_std: standard deviation of matrices at initialisation.
-    checkpoint_names: which published naming `to_huggingface` writes.
+    checkpoint_names: which published naming `published_pieces` gives.
     """
 
     vocab_size: int

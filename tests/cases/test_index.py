@@ -8,11 +8,6 @@ from pathlib import Path
 TESTS = Path(__file__).parents[1]
 WAITING = {
     7: "overlap of collectives: one rank has none",
-    11: "expert parallelism",
-    12: "expert parallelism",
-    13: "expert parallelism",
-    16: "expert parallelism",
-    25: "data parallelism",
     28: "recomputation is by rule, and never runs a decision again; the row asks for a solver's plan",
     29: "offloading",
     30: "sharded gradients",

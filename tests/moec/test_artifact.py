@@ -6,6 +6,7 @@ import copy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import moec
+from moec.artifact import _device_here
 from moec.compiler.errors import ArtifactError
+from moec.compiler.plan import MeshPlan, Plan
+from moec.driver import _device_of_program
 
 from ..spine import PLAN, WIDTH, Language, Layer, batch_for, distance, seeded
 
@@ -207,3 +211,31 @@ def test_loaded_tensors_lie_at_aligned_addresses(folder: Path) -> None:
     step = moec.load(folder)
     tensors = [*step.state.weights.values(), *step.state.buffers.values(), *step.program.CONSTANTS.values()]
     assert {tensor.data_ptr() % 64 for tensor in tensors} == {0}
+
+
+class _On:
+    """A model, as far as its device goes."""
+
+    def __init__(self, device: str) -> None:
+        self._parameter = SimpleNamespace(is_meta=False, device=torch.device(device))
+
+    def named_parameters(self) -> list[tuple[str, Any]]:
+        return [("weight", self._parameter)]
+
+    def parameters(self) -> list[Any]:
+        return [self._parameter]
+
+
+def test_a_program_for_several_ranks_names_no_device_number() -> None:
+    """Ranks on the GPUs of one machine run the same text."""
+    on_one: Any = _On("cuda:1")
+    assert _device_of_program(on_one, Plan()) == torch.device("cuda:1")
+    assert _device_of_program(on_one, Plan(mesh=MeshPlan(fsdp=2))) == torch.device("cuda")
+    for saved, model, here in (
+        ("cuda:0", "cuda:1", "cuda:1"),
+        ("cuda", "cuda:1", "cuda"),
+        ("cuda", "cpu", "cpu"),
+        ("cpu", "cuda:1", "cuda"),
+    ):
+        on: Any = _On(model)
+        assert _device_here(saved, on) == here

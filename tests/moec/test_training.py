@@ -147,9 +147,26 @@ def test_a_folder_that_holds_a_run_is_refused_before_anything_is_compiled(
 
 
 def test_resuming_with_another_plan_names_the_field(straight: Path, text: Path) -> None:
+    before = (straight / "artifact" / "step.py").read_text()
     result = train(text, straight, 8, "--resume", "--set", "batch=4")
     assert result.exit_code == 2
-    assert "plan.batch differs" in said(result)
+    assert "a step of this run reads 2 rows, with this plan it would read 4" in said(result)
+    assert "as batch=2" in said(result)
+    result = train(text, straight, 8, "--resume", "--set", "length=8")
+    assert result.exit_code == 2
+    assert "plan.length differs" in said(result)
+    assert (straight / "artifact" / "step.py").read_text() == before
+
+
+def test_a_resumed_run_may_share_its_rows_out_otherwise(stopped: Path, straight: Path, text: Path) -> None:
+    """One microbatch of 2 rows, or two of 1: the same losses, to the order of summation."""
+    result = train(text, stopped, 9, "--resume", "--set", "batch=1", "--set", "accumulation=2")
+    assert result.exit_code == 0, result.output
+    assert "plan.batch was 2, now it is 1" in said(result)
+    again = Path(shutil.copytree(straight, stopped.with_name("again")))
+    assert train(text, again, 9, "--resume").exit_code == 0
+    assert losses(stopped)[6:] != losses(stopped)[:3]
+    assert losses(stopped)[6:] == pytest.approx(losses(again)[6:], rel=1e-5)
 
 
 @pytest.fixture

@@ -26,11 +26,12 @@ from moec.runtime.simulate import simulate
 
 @dataclass
 class Values:
-    """Results by position, new buffer values, and gradients by input name."""
+    """Results by position, new buffer values, gradients by input name, and rows beyond a capacity."""
 
     results: list[Tensor]
     buffers: dict[str, Tensor]
     grads: dict[str, Tensor]
+    overflow: list[Tensor] = field(default_factory=list)
 
 
 @dataclass
@@ -124,7 +125,8 @@ def joined(unit: Unit, mesh: MeshPlan, given: Given, ranks: Sequence[Values]) ->
             grads[name] = experts[: inputs[name].experts]
         else:
             grads[name] = torch.stack(parts).sum(0)
-    return Values(results, buffers, grads)
+    overflow = [torch.stack(parts).sum(0) for parts in zip(*(rank.overflow for rank in ranks), strict=True)]
+    return Values(results, buffers, grads, overflow)
 
 
 def run_parts(parts: Partitioned, values: dict[str, Tensor], tangents: dict[int, Tensor]) -> Values:
@@ -138,10 +140,12 @@ def run_parts(parts: Partitioned, values: dict[str, Tensor], tangents: dict[int,
     grads = fx.Interpreter(fx.GraphModule(joint.module, parts.backward)).run(*(sources[k][i] for k, i in roles))
     names = [joint.unit.signature.inputs[index].name for index in joint.grads]
     split = len(joint.results)
+    results = list(zip(joint.unit.signature.outputs, outputs[:split], strict=True))
     return Values(
-        list(outputs[:split]),
+        [value for output, value in results if output.kind == "result"],
         dict(zip(joint.buffers, outputs[split:count], strict=True)),
         dict(zip(names, grads, strict=True)),
+        [value for output, value in results if output.kind == "overflow"],
     )
 
 

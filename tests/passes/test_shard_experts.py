@@ -197,6 +197,45 @@ def test_enough_capacity_changes_nothing(fsdp: int, ep: int) -> None:
     compare(Experts(), mesh_of(fsdp, ep, capacity=8.0), routed_to(0, 5))
 
 
+class Dropping(Experts):
+    """One rank that does what several with a capacity do: choices that are too many for their expert count nothing."""
+
+    def __init__(self, ranks: int, capacity: int) -> None:
+        super().__init__()
+        self.ranks, self.capacity = ranks, capacity
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, indices = self.route(x)
+        places = []
+        for part in indices.chunk(self.ranks):
+            chosen = F.one_hot(part.flatten(), self.experts)
+            places.append((chosen.cumsum(0) * chosen).sum(1).view_as(part))
+        kept = torch.cat(places) <= self.capacity
+        rows, order, offsets = dialect.permute(x, indices, experts=self.experts)
+        return dialect.unpermute(self.transform(rows, offsets), order, weights * kept)
+
+
+@pytest.mark.parametrize(("fsdp", "ep"), [(2, 2), (3, 3), (4, 2)])
+@pytest.mark.parametrize("experts", [(), (0, 5)])
+def test_rows_beyond_the_capacity_are_left_out(fsdp: int, ep: int, experts: tuple[int, ...]) -> None:
+    """They give zeros and get zero gradients: the same as choices with weight 0."""
+    tokens = TOKENS // fsdp
+    module, mesh = Experts(), mesh_of(fsdp, ep, capacity=1.0, overflow="drop")
+    reference = Dropping(fsdp, capacity=-(-tokens * 2 // 8))
+    reference.load_state_dict(module.state_dict())
+    whole = layer_of(reference)
+    given = given_for(whole, reference, TOKENS)
+    routed_to(*experts)(given)
+    unit, _ = sharded(module, mesh, tokens)
+    ranks = run_spread(unit, mesh, given)
+    found = joined(unit, mesh, given, ranks)
+    assert_same(found, run_whole(whole, given))
+    assert int(found.overflow[0].sum()) > 0
+    complete = layer_of(module)
+    with pytest.raises(AssertionError):
+        assert_same(found, run_whole(complete, given))
+
+
 def test_shapes_are_fixed_by_a_capacity() -> None:
     unit, _ = sharded(Experts(), mesh_of(4, 4, capacity=1.5), 16)
     for node in unit.graph.nodes:
@@ -274,6 +313,7 @@ class Changed(Experts):
         self.register_buffer("fixed", torch.randn(8, 2 * SIZE, WIDTH))
         self.parts = nn.ParameterList(torch.randn(WIDTH, SIZE) for _ in range(8))
         self.shared = nn.Parameter(torch.randn(WIDTH, SIZE))
+        self.square = nn.Parameter(torch.randn(8, 8, WIDTH))
 
     def transform(self, rows: Tensor, offsets: Tensor) -> Tensor:
         return self.change(self, rows, offsets)
@@ -284,7 +324,7 @@ def plain(self: Changed, rows: Tensor, offsets: Tensor) -> Tensor:
 
 
 REFUSED = {
-    "mean": (lambda s, r, o: plain(s, r - r.mean(0), o), r"mean.*works along the first dimension, across rows"),
+    "mean": (lambda s, r, o: plain(s, r - r.mean(0), o), r"mean.*works along the first dimension"),
     "flip": (lambda s, r, o: plain(s, r.flip(0), o), r"flip.*is not known to treat each row on its own"),
     "scale": (lambda s, r, o: plain(s, r * s.scale, o), r"mul.*takes .*scale.*does not travel with them"),
     "merge": (
@@ -311,8 +351,33 @@ REFUSED = {
         r"is not made of one part per expert",
     ),
     "mixed": (lambda s, r, o: mixed(s, r, o), r"softmax.*is not known to treat each expert on its own"),
+    "moved": (
+        lambda s, r, o: dialect.grouped_linear(r, s.square.transpose(0, 1), o),
+        r"transpose.*of which .* takes its matrices, works along the first dimension",
+    ),
+    "looked at": (lambda s, r, o: plain(s, r + s.down.mean(), o), r"p_down.*is used by mean.*too"),
     "none": (lambda s, r, o: r * 2.0, r"no grouped_linear takes its rows"),
 }
+
+
+class Leaving(Experts):
+    """The rows are a result too."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        weights, indices = self.route(x)
+        rows, order, offsets = dialect.permute(x, indices, experts=self.experts)
+        rows = self.transform(rows, offsets)
+        return dialect.unpermute(rows, order, weights), rows
+
+
+class OtherOrder(Experts):
+    """The rows are put back in the order of another routing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, indices = self.route(x)
+        rows, _, offsets = dialect.permute(x, indices, experts=self.experts)
+        _, order, _ = dialect.permute(x, indices.flip(1), experts=self.experts)
+        return dialect.unpermute(self.transform(rows, offsets), order, weights)
 
 
 def mixed(self: Changed, rows: Tensor, offsets: Tensor) -> Tensor:
@@ -323,13 +388,23 @@ def mixed(self: Changed, rows: Tensor, offsets: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", list(REFUSED))
 def test_near_misses_leave_the_layer_alone(name: str) -> None:
     change, reason = REFUSED[name]
-    module = Changed(change)
+    check_refused(Changed(change), reason)
+
+
+def test_rows_that_go_elsewhere() -> None:
+    check_refused(Leaving(), r"grouped_linear_1.*leaves the layer as rows sorted by expert")
+    check_refused(
+        OtherOrder(), r"unpermute.*in another order than that of permute", r"no grouped_linear takes its rows"
+    )
+
+
+def check_refused(module: nn.Module, *wanted: str) -> None:
     unit = layer_of(module)
     before = str(unit.graph)
     report = ShardExperts().run(unit, PassContext(plan=Plan(mesh=mesh_of(2, 2))))
     assert not report.matches
-    (miss,) = reasons(report)
-    assert re.search(reason, miss), miss
+    for reason, miss in zip(wanted, reasons(report), strict=True):
+        assert re.search(reason, miss), miss
     assert str(unit.graph) == before
     assert not any(value.experts for value in unit.signature.inputs)
 
@@ -424,7 +499,7 @@ def test_nothing_to_spread_is_an_error_that_says_why() -> None:
     with pytest.raises(PlanError, match=r"no experts could be spread(.|\n)*through moec\.permute"):
         units_of(Language(Modules(), Modules()), Plan(batch=1, length=8, mesh=mesh_of(2, 2)))
     mixing = Changed(lambda s, r, o: plain(s, r - r.mean(0), o))
-    with pytest.raises(PlanError, match=r"no experts could be spread(.|\n)*across rows"):
+    with pytest.raises(PlanError, match=r"no experts could be spread(.|\n)*works along the first dimension"):
         units_of(Language(mixing), Plan(batch=1, length=8, mesh=mesh_of(2, 2)))
 
 

@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -24,7 +24,7 @@ _PROCESSES.set_forkserver_preload(["torch", "torch.distributed", "moec.runtime.g
 class Outcome:
     """How one rank ended. value: what the function returned. error: "CLASS: text" of what it raised, or "".
 
-    code: exit code of the process, negative for a signal. seconds: from the start to the end.
+    code: exit code of the process, negative for a signal. seconds: from when all ranks had started to the end.
     """
 
     value: Any
@@ -33,11 +33,14 @@ class Outcome:
     seconds: float
 
 
-def run_ranks(world: int, function: Callable[..., Any], *arguments: Any, seconds: float = 120.0) -> list[Outcome]:
-    """Run `function(rank, *arguments)`, a function of a module, on `world` processes; fails when one outlives
-    `seconds`."""
+def run_ranks(
+    world: int, function: Callable[..., Any], *arguments: Any, seconds: float = 120.0, hanging: Sequence[int] = ()
+) -> list[Outcome]:
+    """Run `function(rank, *arguments)`, a function of a module, on `world` processes.
+
+    Fails when one outlives `seconds`. hanging: ranks that are not waited for, and killed when the others have ended.
+    """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    began = time.monotonic()
     pairs = [_PROCESSES.Pipe(duplex=False) for _ in range(world)]
     processes = [
         _PROCESSES.Process(target=_rank, args=(rank, world, store.port, pairs[rank][1], function, arguments))
@@ -46,8 +49,12 @@ def run_ranks(world: int, function: Callable[..., Any], *arguments: Any, seconds
     for process, (_, sender) in zip(processes, pairs, strict=True):
         process.start()
         sender.close()
-    found: dict[int, Outcome] = {}
+    found = {rank: Outcome(None, "", None, 0.0) for rank in hanging}
     try:
+        for rank, (reader, _) in enumerate(pairs):
+            assert reader.poll(seconds), f"rank {rank} did not start"
+            reader.recv_bytes()
+        began = time.monotonic()
         while len(found) < world and time.monotonic() - began < seconds:
             for rank in sorted(set(range(world)) - found.keys()):
                 reader = pairs[rank][0]
@@ -81,6 +88,7 @@ def _rank(
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    sender.send_bytes(b"started")
     try:
         found = function(rank, *arguments), ""
     except BaseException as error:

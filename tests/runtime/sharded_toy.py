@@ -86,6 +86,16 @@ def joined(parts: list[ShardedState], group: str) -> dict[str, Tensor]:
     return wholes
 
 
+def joined_rows(ranks: list[dict[str, tuple[int, Tensor, tuple[int, ...]]]]) -> dict[str, Tensor]:
+    """Name -> whole tensor, from (first row, rows, whole shape) of each rank."""
+    wholes: dict[str, Tensor] = {}
+    for rank in ranks:
+        for name, (start, rows, shape) in rank.items():
+            whole = wholes.setdefault(name, torch.full(shape, float("nan"), dtype=rows.dtype))
+            (whole if shape else whole.view(1))[start : start + len(rows if rows.dim() else rows.view(1))] = rows
+    return wholes
+
+
 def _layout(role: Role, mesh: MeshPlan, weights: Mapping[str, Tensor]) -> BucketLayout:
     entries = []
     for name, weight in weights.items():

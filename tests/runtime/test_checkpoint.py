@@ -231,7 +231,7 @@ def test_manifests_that_cannot_be_read(tmp_path: Path) -> None:
     path = _save(tmp_path, step)
     manifest = json.loads((path / MANIFEST).read_text())
     (path / MANIFEST).write_text(json.dumps(manifest | {"format": 99}))
-    with pytest.raises(CheckpointError, match="the checkpoint has format 99, this version reads 2"):
+    with pytest.raises(CheckpointError, match="the checkpoint has format 99, this version reads 3"):
         load_checkpoint(path, step.state, fingerprint=step.fingerprint)
     (path / MANIFEST).write_text("{")
     with pytest.raises(CheckpointError, match=f"{MANIFEST} is no JSON"):

@@ -136,6 +136,40 @@ def test_packing_loses_nothing_and_resumes_anywhere(
             assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+def _rows_of_steps(folder: Path, ranks: int, batch: int, accumulation: int, steps: int) -> list[list[list[int]]]:
+    """Per step, the rows that all ranks read, in the order (microbatch, rank, row)."""
+    own = [toy_data(folder, batch=batch, accumulation=accumulation, ranks=ranks, rank=rank) for rank in range(ranks)]
+    found = []
+    for _ in range(steps):
+        batches = [next(data)["input_ids"].view(accumulation, batch, -1) for data in own]
+        found.append(torch.stack(batches, dim=1).flatten(0, 2).tolist())
+    assert all(data.state_dict() == own[0].state_dict() for data in own)
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "batch", "accumulation"), [(2, 3, 2), (3, 2, 2), (4, 3, 1), (1, 6, 2), (12, 1, 1)])
+def test_a_step_reads_the_same_rows_on_any_number_of_ranks(
+    tmp_path: Path, ranks: int, batch: int, accumulation: int
+) -> None:
+    write_corpus(tmp_path)
+    expected = _rows_of_steps(tmp_path, 1, 12, 1, 5)
+    assert len({tuple(row) for step in expected for row in step}) > 25
+    assert _rows_of_steps(tmp_path, ranks, batch, accumulation, 5) == expected
+
+
+def test_a_position_goes_on_on_another_number_of_ranks(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    expected = _rows_of_steps(tmp_path, 1, 12, 1, 4)
+    first = toy_data(tmp_path, batch=3, accumulation=1, ranks=4, rank=2)
+    next(first)
+    next(first)
+    later = [toy_data(tmp_path, batch=6, accumulation=1, ranks=2, rank=rank) for rank in range(2)]
+    for source in later:
+        source.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    for step in expected[2:]:
+        assert [row for source in later for row in next(source)["input_ids"].tolist()] == step
+
+
 def test_memory_does_not_grow_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data, "BLOCK", 64)
     lines = "".join(f"line {index}\n" for index in range(1000))

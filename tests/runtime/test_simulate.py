@@ -80,7 +80,10 @@ def test_gather_scatter_reduce_broadcast() -> None:
 
     inputs = [own(rank, 4, 3) for rank in range(4)]
     total = inputs[0] + inputs[1] + inputs[2] + inputs[3]
-    for rank, (gathered, scattered, largest, average, sent) in enumerate(simulate(FOUR, run)):
+    results = simulate(FOUR, run)
+    for of_one_op in zip(*results, strict=True):
+        assert len({result.data_ptr() for result in of_one_op}) == 4
+    for rank, (gathered, scattered, largest, average, sent) in enumerate(results):
         assert torch.equal(gathered, torch.cat(inputs))
         assert torch.equal(scattered, total[rank : rank + 1])
         assert torch.equal(largest, torch.maximum(inputs[rank % 2], inputs[rank % 2 + 2]))
@@ -291,6 +294,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "rows": (lambda: f.reduce_scatter_tensor(torch.ones(3), "sum", 2, "scatter"), "3 rows cannot be scattered over 2"),
     "sum": (lambda: f.all_to_all_single(torch.ones(3), [1, 1], [1, 1], "exchange"), "do not add up to the 3 rows"),
     "splits": (lambda: f.all_to_all_single(torch.ones(3), [3], [3], "exchange"), "1 and 1 split sizes for 2 ranks"),
+    "dtype": (lambda: reduce((2,), dtype=torch.int16), "gloo moves no torch.int16; move it as bytes"),
     "in place": (lambda: f.all_reduce_(torch.ones(3), "sum", "control"), "is not simulated"),
     "early": (lambda: f.all_reduce(torch.ones(3), "sum", "control") + 1, "in aten.add.Tensor before wait_tensor"),
 }
