@@ -7,7 +7,9 @@ from moec.compiler.dialect.delta_rule import delta_rule
 from moec.compiler.dialect.depth_mix import depth_mix
 from moec.compiler.dialect.experts import grouped_linear, permute, unpermute
 from moec.compiler.dialect.kda import kda
+from moec.compiler.dialect.log_probs import token_log_probs
 from moec.compiler.dialect.loss import linear_cross_entropy
+from moec.compiler.dialect.loss_shards import combine, logit_statistics, loss_of_statistics
 from moec.compiler.dialect.norm import gated_norm, l2_norm, rms_norm
 from moec.compiler.dialect.registry import DEFINITIONS, Definition, define, lookup
 from moec.compiler.dialect.route import balanced_bias, route, route_histogram
@@ -18,6 +20,7 @@ __all__ = [
     "Definition",
     "attention",
     "balanced_bias",
+    "combine",
     "define",
     "delta_rule",
     "depth_mix",
@@ -29,7 +32,9 @@ __all__ = [
     "kda",
     "l2_norm",
     "linear_cross_entropy",
+    "logit_statistics",
     "lookup",
+    "loss_of_statistics",
     "permute",
     "rms_norm",
     "route",
@@ -37,5 +42,6 @@ __all__ = [
     "short_conv",
     "sigmoid_gate",
     "sparse_attention",
+    "token_log_probs",
     "unpermute",
 ]
