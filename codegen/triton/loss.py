@@ -1,7 +1,8 @@
-"""The head and its losses on a GPU: kernels for the ops of `compiler/dialect/loss.py`, `log_probs.py`, `loss_shards.py`.
+"""The head and its losses on a GPU: kernels for the ops of `compiler/dialect/loss.py`, `log_probs.py`,
+`loss_shards.py`.
 
-The ops stay what they are and run these kernels on CUDA tensors, so that a call outside of a compiled step has them too;
-the lowering says so. Nothing here needs a GPU or Triton to be imported; the kernels are loaded at the first call.
+The ops stay what they are and run these kernels on CUDA tensors, so that a call outside of a compiled step has them
+too; the lowering says so. Nothing here needs a GPU or Triton to be imported; the kernels are loaded at the first call.
 """
 
 from __future__ import annotations

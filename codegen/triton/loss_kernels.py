@@ -1,9 +1,10 @@
 """Kernels over the logits of one chunk: one program per row, blocks of classes one after the other.
 
-1. `loss_statistics`: maximum, sum of exponentials, label's logit and weighted sum of a row, carried on from those in memory.
+1. `loss_statistics`: maximum, sum of exponentials, label's logit and weighted sum of a row, carried on from those in
+   memory.
 2. `loss_gradient`: the gradient of x in the place of the product, from coefficients per row.
-3. `loss_both`: the two in one program, for a chunk of all classes. The second pass goes backwards, because the end of the
-   row is what a cache still holds.
+3. `loss_both`: the two in one program, for a chunk of all classes. The second pass goes backwards, because the end of
+   the row is what a cache still holds.
 4. `scaled_copy`: the product of a tensor and a number, rounded to another dtype in one pass.
 
 Logits are read and written in their own dtype, everything else is float32. A row whose gradient is zero is not read for
@@ -30,8 +31,8 @@ def _logits(x, bias, columns, inside, scale, softcap, HAS_BIAS: tl.constexpr, CA
 
 @triton.jit
 def _read(
-    row, bias, class_weights, count, label, scale, softcap, maximum, total, HAS_BIAS: tl.constexpr, CAPPED: tl.constexpr,
-    SMOOTHED: tl.constexpr, CLASS_WEIGHTS: tl.constexpr, BLOCK: tl.constexpr,
+    row, bias, class_weights, count, label, scale, softcap, maximum, total, HAS_BIAS: tl.constexpr, CAPPED:
+    tl.constexpr, SMOOTHED: tl.constexpr, CLASS_WEIGHTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Statistics of one row, started from `maximum` and `total`; label: place in the row, -1 for none."""
     sums = tl.zeros([BLOCK], tl.float32)

@@ -4,16 +4,16 @@
 
 A chunk is `rows` rows of hidden times `columns` classes, and no more logits than that exist at a time.
 
-1. Statistics per row, carried from one chunk of classes to the next: the maximum m of z, the sum of exp(z - m), the z of
-   the label, and the sum of w_c z_c over all classes (for label smoothing). lse = m + log(sum).
+1. Statistics per row, carried from one chunk of classes to the next: the maximum m of z, the sum of exp(z - m), the z
+   of the label, and the sum of w_c z_c over all classes (for label smoothing). lse = m + log(sum).
 2. Gradients: z again, and for coefficients per row
        dz_c = exponential exp(z_c - reference) - target [c = label] - uniform w_c
    dx = dz dz/dx, dhidden = dx weight, dweight = sum over chunks of dx^T hidden in float32, dbias = sum of dx.
 3. A chunk that holds all classes makes its gradients from the same logits as its statistics: three products instead of
    four. The coefficients have to be known by then.
 
-`Kernels` is how a device does the work inside a chunk; the loops over chunks are the same everywhere. Offsets into logits
-are never computed here, so nothing overflows at 2^31 elements.
+`Kernels` is how a device does the work inside a chunk; the loops over chunks are the same everywhere. Offsets into
+logits are never computed here, so nothing overflows at 2^31 elements.
 """
 
 from __future__ import annotations
@@ -156,9 +156,7 @@ def gradients(
         coefficients = Coefficients(coefficients.reference, *(value / unit for value in coefficients[1:]))
     for rows in kernels.blocks(head):
         for columns in column_blocks(head):
-            product = kernels.product(head, rows, columns)
-            part = kernels.differentiate(head, product, rows, columns, coefficients.of(rows))
-            _add_gradients(found, head, kernels, part, rows, columns)
+            _add_chunk(found, head, kernels, rows, columns, coefficients.of(rows))
     return found if unit is None else Gradients(*(value.mul_(unit) for value in found))
 
 
@@ -180,10 +178,7 @@ def weighted_sum(
     for rows in kernels.blocks(head):
         tokens, z = token_weights[rows], None if z_weights is None else z_weights[rows]
         if whole and (hidden or weight):
-            product = kernels.product(head, rows, slice(0, head.classes))
-            losses[rows], lse[rows], part = kernels.losses_and_gradient(head, product, rows, tokens, z)
-            del product
-            _add_gradients(found, head, kernels, part, rows, slice(0, head.classes))
+            losses[rows], lse[rows] = _add_whole_chunk(found, head, kernels, rows, tokens, z)
             continue
         part_of_head = only_rows(head, rows)
         carried = fresh_statistics(part_of_head)
@@ -194,9 +189,7 @@ def weighted_sum(
             continue
         coefficients = coefficients_of(part_of_head, lse[rows], tokens, None if z is None else 2 * z * lse[rows])
         for columns in column_blocks(head):
-            product = kernels.product(head, rows, columns)
-            part = kernels.differentiate(head, product, rows, columns, coefficients)
-            _add_gradients(found, head, kernels, part, rows, columns)
+            _add_chunk(found, head, kernels, rows, columns, coefficients)
     taking_part = token_weights.ne(0)
     total = (losses * token_weights).masked_fill(~taking_part, 0).sum()
     if z_weights is not None:
@@ -297,9 +290,27 @@ def _empty_gradients(head: Head, hidden: bool, weight: bool) -> Gradients:
     return Gradients(memory(head.hidden, hidden), memory(head.weight, weight), memory(head.bias, weight))
 
 
-def _add_gradients(
-    found: Gradients, head: Head, kernels: Kernels, part: Tensor, rows: slice, columns: slice
+def _add_chunk(
+    found: Gradients, head: Head, kernels: Kernels, rows: slice, columns: slice, coefficients: Coefficients
 ) -> None:
+    """Functions of their own for the work of a chunk: its logits are gone before the next one is made."""
+    product = kernels.product(head, rows, columns)
+    part = kernels.differentiate(head, product, rows, columns, coefficients)
+    del product
+    _add_gradients(found, head, kernels, part, rows, columns)
+
+
+def _add_whole_chunk(
+    found: Gradients, head: Head, kernels: Kernels, rows: slice, tokens: Tensor, z: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    product = kernels.product(head, rows, slice(0, head.classes))
+    losses, lse, part = kernels.losses_and_gradient(head, product, rows, tokens, z)
+    del product
+    _add_gradients(found, head, kernels, part, rows, slice(0, head.classes))
+    return losses, lse
+
+
+def _add_gradients(found: Gradients, head: Head, kernels: Kernels, part: Tensor, rows: slice, columns: slice) -> None:
     if found.hidden.numel():
         kernels.add_product(found.hidden[rows], part, head.weight[columns], fresh=columns.start == 0)
     if found.weight.numel():
@@ -384,9 +395,7 @@ class Reference:
             weights = head.class_weights
             carried.weighted.add_(logits.sum(1) if weights is None else logits @ weights[columns].to(head.dtype))
 
-    def _gradient(
-        self, head: Head, logits: Tensor, rows: slice, columns: slice, coefficients: Coefficients
-    ) -> Tensor:
+    def _gradient(self, head: Head, logits: Tensor, rows: slice, columns: slice, coefficients: Coefficients) -> Tensor:
         slope = None if head.softcap <= 0 else (logits / head.softcap).square_().neg_().add_(1)
         reference, exponential, target, uniform = coefficients
         grad = logits.sub_(reference.unsqueeze(1)).exp_().mul_(exponential.unsqueeze(1))

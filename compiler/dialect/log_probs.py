@@ -32,8 +32,8 @@ def token_log_probs(
     """Log-probability of labels int64 [..., ] given hidden [..., D] through the head weight [V,D] (and bias [V]).
 
     Float32 (float64 for float64 inputs), 0 where the label is ignore_index. logit_scale is one over a temperature;
-    softcap > 0 caps the scaled logits. rows, columns: the most logits that exist at a time, also in backward; by default
-    as many as fit 1.25 GiB. Labels out of range as for `linear_cross_entropy`.
+    softcap > 0 caps the scaled logits. rows, columns: the most logits that exist at a time, also in backward; by
+    default as many as fit 1.25 GiB. Labels out of range as for `linear_cross_entropy`.
     """
     if hidden.shape[:-1] != labels.shape:
         raise ValueError(f"moec::token_log_probs: hidden {tuple(hidden.shape)} and labels {tuple(labels.shape)} differ")

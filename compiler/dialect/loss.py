@@ -4,13 +4,13 @@
 
 with y the label of row i, w class weights, e the label smoothing. Two ops, for two ways of use:
 
-`linear_cross_entropy` gives the losses and lse of every row, for any use of them. What gradient comes back is only known
-in backward, which makes the logits again: four products in all.
+`linear_cross_entropy` gives the losses and lse of every row, for any use of them. What gradient comes back is only
+known in backward, which makes the logits again: four products in all.
 
-`linear_cross_entropy_sum` gives sum_i (a_i loss_i + b_i lse_i^2) for given weights a, b of rows. Whatever becomes of the
-sum, its gradient is one number, and everything before it is linear in that: so the forward makes the gradients from the
-same logits ("slopes", in float32), and backward multiplies. Three products in all. A mean, a mask, weights per token, a
-z-loss, a loss scale, and a loss that is used twice are all of this kind.
+`linear_cross_entropy_sum` gives sum_i (a_i loss_i + b_i lse_i^2) for given weights a, b of rows. Whatever becomes of
+the sum, its gradient is one number, and everything before it is linear in that: so the forward makes the gradients from
+the same logits ("slopes", in float32), and backward multiplies. Three products in all. A mean, a mask, weights per
+token, a z-loss, a loss scale, and a loss that is used twice are all of this kind.
 """
 
 from __future__ import annotations
@@ -54,12 +54,11 @@ def linear_cross_entropy(
     """Cross entropy of hidden [N,D] against labels int64 [N] through the head weight [V,D] (and bias [V]).
 
     z = logit_scale (hidden weight^T + bias); softcap > 0: z = softcap tanh(z / softcap). class_weights [V] and
-    label_smoothing are those of torch.nn.functional.cross_entropy; z_loss adds z_loss lse^2 to the loss of every row that
-    is not ignored; token_weights [N] multiply the losses, and get a gradient too.
-    reduction: "none" [N], "sum", or "mean": the sum over that of the class weights (1 without) times token_weights of the
-    rows that are not ignored; where none is left it is 0 with zero gradients. Scalars and [N] are float32 (float64 for
-    float64 inputs).
-    rows, columns: the most logits that exist at a time, also in backward; by default as many as fit 1.25 GiB.
+    label_smoothing are those of torch.nn.functional.cross_entropy; z_loss adds z_loss lse^2 to the loss of every row
+    that is not ignored; token_weights [N] multiply the losses, and get a gradient too. reduction: "none" [N], "sum", or
+    "mean": the sum over that of the class weights (1 without) times token_weights of the rows that are not ignored;
+    where none is left it is 0 with zero gradients. Scalars and [N] are float32 (float64 for float64 inputs). rows,
+    columns: the most logits that exist at a time, also in backward; by default as many as fit 1.25 GiB.
 
     A label that is neither ignore_index nor in [0, V) raises IndexError on CPU; on CUDA, where reading the labels would
     stall the device, its loss is NaN and its row adds nothing to any gradient. ValueError for another reduction.

@@ -1,9 +1,9 @@
 """How many logits exist at a time: rows times classes, from a budget in bytes.
 
 With all V classes in a chunk of R rows the head takes three products of 2NVD operations, with fewer four. But for every
-chunk of rows the sum of the weight's gradient is read and written, 8VD bytes. Fewer classes are worth it when the second
-costs more than the fourth product, that is below R = 4 x (operations per byte of the device): about 660 rows on a card
-with 690 TFLOP/s and 4.2 TB/s, and only where nothing of the traffic is hidden behind arithmetic.
+chunk of rows the sum of the weight's gradient is read and written, 8VD bytes. Fewer classes are worth it when the
+second costs more than the fourth product, that is below R = 4 x (operations per byte of the device): about 660 rows on
+a card with 690 TFLOP/s and 4.2 TB/s, and only where nothing of the traffic is hidden behind arithmetic.
 """
 
 from __future__ import annotations
@@ -26,14 +26,20 @@ class ChunkSizes:
     rows: int
     columns: int
 
+    def text(self) -> str:
+        return f"{self.rows} x {self.columns} logits at a time"
+
 
 def chunk_sizes(
     classes: int, size: int, *, memory: int = DEFAULT_BYTES, rows: int | None = None, columns: int | None = None
 ) -> ChunkSizes:
     """Chunks of logits of `size` bytes each that fit `memory` bytes; `rows` or `columns` settle one or both.
 
-    All classes while that leaves 512 rows, else 512 rows and as many classes as fit, else a square.
+    All classes while that leaves 512 rows, else 512 rows and as many classes as fit, else a square. ValueError for a
+    size below 1.
     """
+    if any(count is not None and count < 1 for count in (rows, columns)):
+        raise ValueError(f"a chunk of {rows} rows and {columns} classes, expected at least 1 of each")
     logits, classes = max(1, memory // size), max(1, classes)
     if columns is None:
         columns = classes if (rows or FEWEST_ROWS) * classes <= logits else _rounded(logits // (rows or FEWEST_ROWS))

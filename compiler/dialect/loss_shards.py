@@ -6,9 +6,9 @@ Each rank holds the rows [first_class, first_class + V) of the head's weight.
    label's z (0 where the label belongs to another shard), and sum_c w_c z_c where labels are smoothed.
 2. `combine` makes them those of all classes: one all-reduce of maxima, one of sums (three numbers a row).
 3. `loss_of_statistics` is then the same small computation on every rank.
-4. Backward: the gradients of the four results per row are coefficients (`head.py`) of the gradient of the shard's logits.
-   The maxima are constants: they cancel. The gradient of hidden is this shard's part, to be summed over the ranks; those of
-   weight and bias belong to the shard.
+4. Backward: the gradients of the four results per row are coefficients (`head.py`) of the gradient of the shard's
+   logits. The maxima are constants: they cancel. The gradient of hidden is this shard's part, to be summed over the
+   ranks; those of weight and bias belong to the shard.
 
 Logits are made again in backward: four products, since the sums of all shards are not known inside the op.
 """
@@ -77,8 +77,8 @@ def loss_of_statistics(
 ) -> Tensor:
     """Losses [N] as `linear_cross_entropy` with reduction none gives them, from statistics of all `classes` classes.
 
-    label_weights [N]: the class weight of each row's label, and weight_of_all_classes their sum over classes, with class
-    weights.
+    label_weights [N]: the class weight of each row's label, and weight_of_all_classes their sum over classes, with
+    class weights.
     """
     losses = (found.lse - found.target) * (1 - label_smoothing)
     losses = losses if label_weights is None else losses * label_weights

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 import moec
 from moec.compiler import dialect
-from moec.compiler.plan import Plan
+from moec.compiler.plan import LossPlan, Plan
 
 from ..spine import assert_equal_gradients, batch_for, distance, eager, mean_loss, seeded
 
@@ -44,7 +44,7 @@ class Model(nn.Module):
 
 
 def test_c23_odd_sizes_are_eagers() -> None:
-    plan = Plan(batch=3, length=7, loss_chunk=5)
+    plan = Plan(batch=3, length=7, loss=LossPlan(rows=5, columns=100))
     model = seeded(Model)
     batch = batch_for(plan)
     batch["input_ids"][:, 1] = batch["labels"][:, 1] = VOCABULARY - 1

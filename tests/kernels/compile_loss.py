@@ -1,6 +1,7 @@
 """Compile the loss kernels for sm_90 with the launch that `loss_launch` uses; prints one JSON line.
 
-For a vocabulary of 163840 in bfloat16: shared memory in bytes, registers a thread, bytes spilled, and loads of 16 bytes.
+For a vocabulary of 163840 in bfloat16: shared memory in bytes, registers a thread, bytes spilled, and loads of 16
+bytes.
 """
 
 from __future__ import annotations

@@ -27,15 +27,21 @@ def unit_of(module: nn.Module, *args: Any, name: str = "unit", dynamic_shapes: A
     kinds = {"PARAMETER": "weight", "BUFFER": "buffer", "USER_INPUT": "input"}
     inputs = []
     parameters = dict(module.named_parameters(remove_duplicate=False))
+    floats = {node.name for node in exported.graph.find_nodes(op="placeholder") if _is_floating(node.meta.get("val"))}
     for spec in exported.graph_signature.input_specs:
         kind = kinds[spec.kind.name]
-        grad = kind == "weight" and parameters[str(spec.target)].requires_grad
+        trained = kind == "weight" and parameters[str(spec.target)].requires_grad
+        grad = trained or (kind == "input" and spec.arg.name in floats)
         inputs.append(InputValue(kind, str(spec.target or spec.arg.name), grad))
     count = len(exported.graph_module.graph.output_node().args[0])
     outputs = tuple(OutputValue("result", f"result{index}") for index in range(count))
     unit = Unit(name, exported.graph_module, Signature(tuple(inputs), outputs))
     inline_grad_modes(unit.module, [node for node, value in unit.placeholders() if value.requires_grad])
     return unit
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def run_unit(unit: Unit, module: nn.Module, args: Sequence[Any]) -> tuple[list[Tensor], dict[str, Tensor | None]]:
