@@ -1,9 +1,9 @@
 """Pass chunk_loss: an output head and what is made of its logits become ops that hold a chunk of logits at a time.
 
     cross entropy, mean or sum             total, ... = linear_cross_entropy_sum(hidden, weight, labels, tokens, ...)
-    cross entropy, none                    losses, lse = linear_cross_entropy(hidden, weight, labels, ...)
-    the same, and logsumexp(logits)        losses, lse = linear_cross_entropy(...), for any use of lse (a z-loss)
-    gather(log_softmax(logits), labels)    log_probs, lse = token_log_probs(hidden, weight, labels, ...)
+    cross entropy, none                    losses, lse, ... = linear_cross_entropy(hidden, weight, labels, ...)
+    the same, and logsumexp(logits)        losses, lse, ... = linear_cross_entropy(...), for any use of lse (a z-loss)
+    gather(log_softmax(logits), labels)    log_probs, ... = token_log_probs(hidden, weight, labels, ...)
 
 with class weights, label smoothing and any ignored label. A second walk finds losses per row that are only summed, with
 weights or not, and with or without a sum over squares of lse: they become linear_cross_entropy_sum too
@@ -52,7 +52,7 @@ class ChunkLoss(Pass):
     def run(self, unit: Unit, context: PassContext) -> Report:
         report, plan = Report(), getattr(context.plan, "loss", None) or LossPlan()
         work = _Rewriting(plan, _trainable(unit))
-        rules = [
+        rules: list[Rule | Finder] = [
             Finder("linear_cross_entropy", _CROSS_ENTROPY | _NLL, _find, work.cross_entropy),
             Rule("token_log_probs", _PICKED, work.log_probs),
         ]
@@ -158,8 +158,8 @@ class _Rewriting:
         labels = rewriter.call(torch.ops.aten.reshape.default, found["index"], [-1])
         sizes = self._sizes(logits)
         options = (logits.bias, _NO_LABEL, logits.scale, logits.softcap, sizes.rows, sizes.columns)
-        picked, _ = rewriter.results(
-            torch.ops.moec.token_log_probs.default, logits.hidden, logits.weight, labels, *options, count=2
+        (picked,) = rewriter.results(
+            torch.ops.moec.token_log_probs.default, logits.hidden, logits.weight, labels, *options, count=1
         )
         rewriter.replace(found.root, rewriter.call(torch.ops.aten.reshape.default, picked, row_shape(found.root)))
         return f"token_log_probs over {logits.classes} classes{logits.text()}, {sizes.text()}"

@@ -154,11 +154,12 @@ def loss_both(
         row, bias, class_weights, length, place, scale, softcap, least, 0.0, HAS_BIAS, CAPPED, SMOOTHED,
         CLASS_WEIGHTS, BLOCK,
     )  # fmt: skip
-    lse = m + tl.log(s)
+    log_total = tl.log(s)
+    lse = m + log_total
     own = 1 - smoothing
     if CLASS_WEIGHTS:
         own *= tl.load(label_weights + index)
-    loss = own * (lse - t)
+    loss = own * (m - t + log_total)
     if SMOOTHED:
         weight = tl.load(all_weights)
         loss += smoothing / count * (weight * lse - w)
@@ -176,7 +177,7 @@ def loss_both(
         exponential += tl.where(wrong, 0.0, 2 * z_weight * lse)
     length = tl.where((token != 0) | (z_weight != 0), count, 0)
     _write(
-        row, bias, class_weights, count, length, tl.where(known, place, -1), scale, softcap, lse, exponential, target,
+        row, bias, class_weights, count, length, tl.where(known, place, -1), scale, softcap, m, exponential / s, target,
         uniform, HAS_BIAS, CAPPED, SMOOTHED, CLASS_WEIGHTS, BLOCK,
     )  # fmt: skip
 

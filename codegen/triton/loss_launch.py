@@ -78,7 +78,9 @@ class TritonKernels(Reference):
     ) -> tuple[Tensor, Tensor, Tensor]:
         losses, lse = (torch.empty(product.shape[0], dtype=torch.float32, device=product.device) for _ in range(2))
         tokens = token_weights.contiguous()
-        everything = torch.as_tensor(weight_of_all_classes(head), dtype=torch.float32, device=product.device)
+        everything = weight_of_all_classes(head)
+        if not isinstance(everything, Tensor):  # made on the device: a copy from the host would wait for it
+            everything = torch.full((1,), everything, dtype=torch.float32, device=product.device)
         loss_both[(product.shape[0],)](
             *self._of_chunk(head, product, rows, slice(0, head.classes)), self._label_weights(only_rows(head, rows)),
             tokens, tokens if z_weights is None else z_weights.contiguous(), losses, lse, product.stride(0),

@@ -8,7 +8,7 @@ from moec.compiler.dialect.depth_mix import depth_mix
 from moec.compiler.dialect.experts import grouped_linear, permute, unpermute
 from moec.compiler.dialect.kda import kda
 from moec.compiler.dialect.log_probs import token_log_probs
-from moec.compiler.dialect.loss import linear_cross_entropy
+from moec.compiler.dialect.loss import linear_cross_entropy, linear_cross_entropy_sum
 from moec.compiler.dialect.loss_shards import combine, logit_statistics, loss_of_statistics
 from moec.compiler.dialect.norm import gated_norm, l2_norm, rms_norm
 from moec.compiler.dialect.registry import DEFINITIONS, Definition, define, lookup
@@ -32,6 +32,7 @@ __all__ = [
     "kda",
     "l2_norm",
     "linear_cross_entropy",
+    "linear_cross_entropy_sum",
     "logit_statistics",
     "lookup",
     "loss_of_statistics",

@@ -78,7 +78,7 @@ class Statistics(NamedTuple):
 
 
 class Coefficients(NamedTuple):
-    """Per row [N]: what the gradient of z is made of, see the module's docstring."""
+    """Per row [N]: what the gradient of z is made of, see the module's docstring. reference: the row's maximum."""
 
     reference: Tensor
     exponential: Tensor
@@ -187,7 +187,7 @@ def weighted_sum(
         losses[rows], lse[rows] = losses_of(part_of_head, carried), carried.lse
         if not hidden and not weight:
             continue
-        coefficients = coefficients_of(part_of_head, lse[rows], tokens, None if z is None else 2 * z * lse[rows])
+        coefficients = coefficients_of(part_of_head, carried, tokens, None if z is None else 2 * z * lse[rows])
         for columns in column_blocks(head):
             _add_chunk(found, head, kernels, rows, columns, coefficients)
     taking_part = token_weights.ne(0)
@@ -228,7 +228,7 @@ def losses_of(head: Head, found: Statistics) -> Tensor:
     """
     label, ignored, wrong = targets(head)
     lse, smoothing = found.lse, head.label_smoothing
-    losses = (lse - found.target) * (1 - smoothing)
+    losses = (found.maximum - found.target + found.total.log()) * (1 - smoothing)
     if head.class_weights is not None:
         losses = losses * head.class_weights.to(head.dtype)[label]
     if smoothing:
@@ -236,7 +236,7 @@ def losses_of(head: Head, found: Statistics) -> Tensor:
     return losses.masked_fill_(ignored, 0).masked_fill_(wrong, float("nan"))
 
 
-def coefficients_of(head: Head, lse: Tensor, grad_losses: Tensor, grad_lse: Tensor | None) -> Coefficients:
+def coefficients_of(head: Head, found: Statistics, grad_losses: Tensor, grad_lse: Tensor | None) -> Coefficients:
     """Of the gradient of z for given gradients [N] of losses and lse; rows without a class get none from their loss."""
     label, ignored, wrong = targets(head)
     smoothing = head.label_smoothing
@@ -248,7 +248,7 @@ def coefficients_of(head: Head, lse: Tensor, grad_losses: Tensor, grad_lse: Tens
     exponential = target + uniform * weight_of_all_classes(head) if smoothing else target
     if grad_lse is not None:
         exponential = exponential + grad_lse.to(head.dtype).masked_fill(wrong, 0)
-    return Coefficients(lse, exponential, target, uniform)
+    return Coefficients(found.maximum, exponential / found.total, target, uniform)
 
 
 def targets(head: Head) -> tuple[Tensor, Tensor, Tensor]:
@@ -365,7 +365,7 @@ class Reference:
         logits, carried = self._logits(head, product, columns), fresh_statistics(part)
         self._add(head, logits, rows, columns, carried)
         lse = carried.lse
-        coefficients = coefficients_of(part, lse, token_weights, None if z_weights is None else 2 * z_weights * lse)
+        coefficients = coefficients_of(part, carried, token_weights, None if z_weights is None else 2 * z_weights * lse)
         return losses_of(part, carried), lse, self._gradient(head, logits, rows, columns, coefficients)
 
     def add_product(self, total: Tensor, left: Tensor, right: Tensor, fresh: bool) -> None:
@@ -401,10 +401,10 @@ class Reference:
         grad = logits.sub_(reference.unsqueeze(1)).exp_().mul_(exponential.unsqueeze(1))
         place, inside = self._place(head, rows, columns)
         grad.scatter_add_(1, place, -target.masked_fill(~inside, 0).unsqueeze(1))
-        if head.label_smoothing:
-            weights = head.class_weights
-            one = uniform.unsqueeze(1)
-            grad.sub_(one if weights is None else one * weights[columns].to(head.dtype))
+        if head.label_smoothing and head.class_weights is not None:
+            grad.addr_(uniform, head.class_weights[columns].to(head.dtype), alpha=-1)
+        elif head.label_smoothing:
+            grad.sub_(uniform.unsqueeze(1))
         if slope is not None:
             grad.mul_(slope)
         return grad if head.logit_scale == 1 else grad.mul_(head.logit_scale)

@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 
 from moec.compiler.dialect._define import define_op, math_dtype
-from moec.compiler.dialect.head import REFERENCE, Head, Kernels, coefficients_of, gradients, losses_of, statistics
+from moec.compiler.dialect.head import (
+    REFERENCE,
+    Head,
+    Kernels,
+    Statistics,
+    coefficients_of,
+    gradients,
+    losses_of,
+    statistics,
+)
 from moec.compiler.dialect.loss_chunks import default_sizes
 
 
@@ -38,7 +47,7 @@ def token_log_probs(
     if hidden.shape[:-1] != labels.shape:
         raise ValueError(f"moec::token_log_probs: hidden {tuple(hidden.shape)} and labels {tuple(labels.shape)} differ")
     sizes = default_sizes(hidden, weight.shape[0], rows, columns)
-    found, _ = torch.ops.moec.token_log_probs(
+    found, *_ = torch.ops.moec.token_log_probs(
         hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), bias, ignore_index, logit_scale, softcap,
         sizes.rows, sizes.columns,
     )  # fmt: skip
@@ -55,30 +64,30 @@ def _head(
     )  # fmt: skip
 
 
-def forward(kernels: Kernels, *arguments: Any) -> tuple[Tensor, Tensor]:
+def forward(kernels: Kernels, *arguments: Any) -> tuple[Tensor, ...]:
     """`moec::token_log_probs` with the given kernels."""
     head = _head(*arguments)
     found = statistics(head, kernels)
-    return losses_of(head, found).neg_(), found.lse
+    return losses_of(head, found).neg_(), found.maximum, found.total
 
 
 def backward(
-    kernels: Kernels, grad_log_probs: Tensor, grad_lse: Tensor | None, lse: Tensor, *arguments: Any
+    kernels: Kernels, grad_log_probs: Tensor, maximum: Tensor, total: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`moec::token_log_probs_backward` with the given kernels."""
     head = _head(*arguments)
-    found = gradients(head, coefficients_of(head, lse, -grad_log_probs, grad_lse), kernels)
+    of_rows = Statistics(maximum, total, maximum, maximum)
+    found = gradients(head, coefficients_of(head, of_rows, -grad_log_probs, None), kernels)
     bias_dtype = head.hidden.dtype if head.bias is None else head.bias.dtype
     return found.hidden.to(head.hidden.dtype), found.weight.to(head.weight.dtype), found.bias.to(bias_dtype)
 
 
-def _fake(hidden: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    dtype = math_dtype(hidden.dtype)
-    return hidden.new_empty(hidden.shape[0], dtype=dtype), hidden.new_empty(hidden.shape[0], dtype=dtype)
+def _fake(hidden: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return tuple(hidden.new_empty(hidden.shape[0], dtype=math_dtype(hidden.dtype)) for _ in range(3))
 
 
 def _backward_fake(
-    grad_log_probs: Tensor, grad_lse: Tensor | None, lse: Tensor, hidden: Tensor, weight: Tensor, labels: Tensor,
+    grad_log_probs: Tensor, maximum: Tensor, total: Tensor, hidden: Tensor, weight: Tensor, labels: Tensor,
     bias: Tensor | None, *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     grad_bias = hidden.new_empty(0) if bias is None else bias.new_empty(bias.shape)
@@ -92,10 +101,10 @@ _ARGUMENTS = (
 
 define_op(
     "token_log_probs",
-    f"({_ARGUMENTS}) -> (Tensor log_probs, Tensor lse)",
+    f"({_ARGUMENTS}) -> (Tensor log_probs, Tensor maximum, Tensor total)",
     lambda *arguments: forward(REFERENCE, *arguments),
     _fake,
-    backward_schema=f"(Tensor grad_log_probs, Tensor? grad_lse, Tensor lse, {_ARGUMENTS})"
+    backward_schema=f"(Tensor grad_log_probs, Tensor maximum, Tensor total, {_ARGUMENTS})"
     " -> (Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)",
     backward=lambda *arguments: backward(REFERENCE, *arguments),
     backward_fake=_backward_fake,

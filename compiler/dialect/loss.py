@@ -25,6 +25,7 @@ from moec.compiler.dialect.head import (
     REFERENCE,
     Head,
     Kernels,
+    Statistics,
     coefficients_of,
     gradients,
     losses_of,
@@ -65,29 +66,68 @@ def linear_cross_entropy(
     """
     if reduction not in ("none", "sum", "mean"):
         raise ValueError(f"reduction {reduction!r}, expected none, sum or mean")
-    sizes = default_sizes(hidden, weight.shape[0], rows, columns)
-    options = (ignore_index, logit_scale, softcap, label_smoothing, sizes.rows, sizes.columns)
     if reduction == "none":
-        losses, lse = torch.ops.moec.linear_cross_entropy(hidden, weight, labels, bias, class_weights, *options)
+        sizes = default_sizes(hidden, weight.shape[0], rows, columns)
+        form = (ignore_index, logit_scale, softcap, label_smoothing, sizes.rows, sizes.columns)
+        losses, lse, *_ = torch.ops.moec.linear_cross_entropy(hidden, weight, labels, bias, class_weights, *form)
         if z_loss:
             losses = losses + z_loss * lse.square().masked_fill(labels == ignore_index, 0)
         return losses if token_weights is None else losses * token_weights
     counted = (labels != ignore_index).to(math_dtype(hidden.dtype))
     tokens = counted if token_weights is None else counted * token_weights
-    wanted = (hidden.requires_grad, weight.requires_grad or (bias is not None and bias.requires_grad))
-    flags = wanted if torch.is_grad_enabled() else (False, False)
-    z = tokens * z_loss if z_loss else None
-    if z is not None and z.requires_grad:
-        raise ValueError("token_weights that require a gradient and a z-loss need reduction none")
-    total = torch.ops.moec.linear_cross_entropy_sum(
-        hidden, weight, labels, tokens, z, bias, class_weights, *options, *flags, weight.dtype
-    )[0]
+    total = linear_cross_entropy_sum(
+        hidden,
+        weight,
+        labels,
+        tokens,
+        bias,
+        z_weights=tokens * z_loss if z_loss else None,
+        class_weights=class_weights,
+        ignore_index=ignore_index,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        label_smoothing=label_smoothing,
+        rows=rows,
+        columns=columns,
+    )
     if reduction == "sum":
         return total
     if class_weights is not None:
         tokens = tokens * class_weights.to(tokens.dtype)[labels.clamp(0, max(weight.shape[0] - 1, 0))]
     count = tokens.sum()
     return total / torch.where(count == 0, 1, count)
+
+
+def linear_cross_entropy_sum(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    token_weights: Tensor,
+    bias: Tensor | None = None,
+    *,
+    z_weights: Tensor | None = None,
+    class_weights: Tensor | None = None,
+    ignore_index: int = -100,
+    logit_scale: float = 1.0,
+    softcap: float = 0.0,
+    label_smoothing: float = 0.0,
+    rows: int | None = None,
+    columns: int | None = None,
+) -> Tensor:
+    """The scalar sum_i (token_weights_i loss_i + z_weights_i lse_i^2), its gradients made beside it.
+
+    token_weights, z_weights [N]; those of tokens may want a gradient, those of z may not (ValueError). An ignored row
+    has no loss whatever its weight, but may have an lse^2. Everything else as for `linear_cross_entropy`.
+    """
+    if z_weights is not None and z_weights.requires_grad:
+        raise ValueError("weights of a z-loss have no gradient here; compose it from losses of reduction none")
+    sizes = default_sizes(hidden, weight.shape[0], rows, columns)
+    wanted = (hidden.requires_grad, weight.requires_grad or (bias is not None and bias.requires_grad))
+    flags = wanted if torch.is_grad_enabled() else (False, False)
+    return torch.ops.moec.linear_cross_entropy_sum(
+        hidden, weight, labels, token_weights, z_weights, bias, class_weights, ignore_index, logit_scale, softcap,
+        label_smoothing, sizes.rows, sizes.columns, *flags, weight.dtype,
+    )[0]  # fmt: skip
 
 
 def _head(
@@ -108,19 +148,20 @@ def _head(
     )
 
 
-def forward(kernels: Kernels, *arguments: Any) -> tuple[Tensor, Tensor]:
+def forward(kernels: Kernels, *arguments: Any) -> tuple[Tensor, ...]:
     """`moec::linear_cross_entropy` with the given kernels."""
     head = _head(*arguments)
     found = statistics(head, kernels)
-    return losses_of(head, found), found.lse
+    return losses_of(head, found), found.lse, found.maximum, found.total
 
 
 def backward(
-    kernels: Kernels, grad_losses: Tensor, grad_lse: Tensor | None, lse: Tensor, *arguments: Any
+    kernels: Kernels, grad_losses: Tensor, grad_lse: Tensor | None, maximum: Tensor, total: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`moec::linear_cross_entropy_backward` with the given kernels."""
     head = _head(*arguments)
-    found = gradients(head, coefficients_of(head, lse, grad_losses, grad_lse), kernels)
+    of_rows = Statistics(maximum, total, maximum, maximum)
+    found = gradients(head, coefficients_of(head, of_rows, grad_losses, grad_lse), kernels)
     bias_dtype = head.hidden.dtype if head.bias is None else head.bias.dtype
     return found.hidden.to(head.hidden.dtype), found.weight.to(head.weight.dtype), found.bias.to(bias_dtype)
 
@@ -168,14 +209,13 @@ def sum_backward(
     return *slopes, losses * grad_total  # type: ignore[return-value]
 
 
-def _fake(hidden: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    dtype = math_dtype(hidden.dtype)
-    return hidden.new_empty(hidden.shape[0], dtype=dtype), hidden.new_empty(hidden.shape[0], dtype=dtype)
+def _fake(hidden: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return tuple(hidden.new_empty(hidden.shape[0], dtype=math_dtype(hidden.dtype)) for _ in range(4))
 
 
 def _backward_fake(
-    grad_losses: Tensor, grad_lse: Tensor | None, lse: Tensor, hidden: Tensor, weight: Tensor, labels: Tensor,
-    bias: Tensor | None, *rest: Any,
+    grad_losses: Tensor, grad_lse: Tensor | None, maximum: Tensor, total: Tensor, hidden: Tensor, weight: Tensor,
+    labels: Tensor, bias: Tensor | None, *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     grad_bias = hidden.new_empty(0) if bias is None else bias.new_empty(bias.shape)
     return hidden.new_empty(hidden.shape), weight.new_empty(weight.shape), grad_bias
@@ -210,10 +250,10 @@ _SOURCE = "chunked head: arXiv 2410.10989, arXiv 2411.09009; z-loss: arXiv 2204.
 
 define_op(
     "linear_cross_entropy",
-    f"({_HEAD}, {_OPTIONS}) -> (Tensor losses, Tensor lse)",
+    f"({_HEAD}, {_OPTIONS}) -> (Tensor losses, Tensor lse, Tensor maximum, Tensor total)",
     lambda *arguments: forward(REFERENCE, *arguments),
     _fake,
-    backward_schema=f"(Tensor grad_losses, Tensor? grad_lse, Tensor lse, {_HEAD}, {_OPTIONS})"
+    backward_schema=f"(Tensor grad_losses, Tensor? grad_lse, Tensor maximum, Tensor total, {_HEAD}, {_OPTIONS})"
     " -> (Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)",
     backward=lambda *arguments: backward(REFERENCE, *arguments),
     backward_fake=_backward_fake,

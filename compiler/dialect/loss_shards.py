@@ -80,7 +80,7 @@ def loss_of_statistics(
     label_weights [N]: the class weight of each row's label, and weight_of_all_classes their sum over classes, with
     class weights.
     """
-    losses = (found.lse - found.target) * (1 - label_smoothing)
+    losses = (found.maximum - found.target + found.total.log()) * (1 - label_smoothing)
     losses = losses if label_weights is None else losses * label_weights
     if label_smoothing:
         weight = classes if weight_of_all_classes is None else weight_of_all_classes

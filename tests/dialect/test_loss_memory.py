@@ -27,8 +27,8 @@ def per_row(chunk: Chunk, *form: Any) -> None:
     hidden, weight, labels = _given()
     class_weights = weights_for(CLASSES).float()
     options = (hidden, weight, labels, None, class_weights, -100, *form, *chunk)
-    losses, lse = loss.forward(REFERENCE, *options)
-    loss.backward(REFERENCE, losses, lse, lse, *options)
+    losses, lse, *saved = loss.forward(REFERENCE, *options)
+    loss.backward(REFERENCE, losses, lse, *saved, *options)
 
 
 def summed(chunk: Chunk, *form: Any) -> None:
@@ -41,8 +41,8 @@ def summed(chunk: Chunk, *form: Any) -> None:
 
 def picked(chunk: Chunk, scale: float, softcap: float, smoothing: float) -> None:
     options = (*_given(), None, -100, scale, softcap, *chunk)
-    found, lse = log_probs.forward(REFERENCE, *options)
-    log_probs.backward(REFERENCE, found, None, lse, *options)
+    found, *saved = log_probs.forward(REFERENCE, *options)
+    log_probs.backward(REFERENCE, found, *saved, *options)
 
 
 def shard(chunk: Chunk, scale: float, softcap: float, smoothing: float) -> None:
