@@ -31,7 +31,7 @@ from moec.cli import app
 from moec.compiler.dialect import DEFINITIONS
 from moec.compiler.dialect.attention import _PAIRS
 from moec.compiler.log import PassLog
-from moec.compiler.plan import OptimizerPlan, Plan
+from moec.compiler.plan import LossPlan, OptimizerPlan, Plan
 from moec.passes import SEMANTIC_PASSES
 from tests import markdown
 from tests.markdown import Block
@@ -234,10 +234,10 @@ def _wrong_command(line: str) -> str:
 # Tables: the header, then rows keyed by their first cell; None is a cell that the author writes
 
 
-def _plan_rows(kind: type[Any]) -> Callable[[Path], Rows]:
+def _plan_rows(kind: type[Any], name_in_plan: str = "") -> Callable[[Path], Rows]:
     def rows(_: Path) -> Rows:
         values, hints = Plan().to_dict(), typing.get_type_hints(kind)
-        values = values if kind is Plan else values["optimizer"]
+        values = values if kind is Plan else values[name_in_plan]
         below = {item.name for item in fields(kind) if is_dataclass(hints[item.name])}
         return [
             ["field", "type", "default", "meaning"],
@@ -368,7 +368,8 @@ def _filled(row: list[str | None], old: tuple[str, ...]) -> list[str]:
 
 TABLES: dict[str, Callable[[Path], Rows]] = {
     "plan": _plan_rows(Plan),
-    "optimizer": _plan_rows(OptimizerPlan),
+    "loss": _plan_rows(LossPlan, "loss"),
+    "optimizer": _plan_rows(OptimizerPlan, "optimizer"),
     "passes": _pass_rows,
     "operators": _operator_rows,
     "log": _log_rows,
