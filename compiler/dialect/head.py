@@ -5,8 +5,8 @@
 A chunk is `rows` rows of hidden times `columns` classes, and no more logits than that exist at a time.
 
 1. Statistics per row, carried from one chunk of classes to the next: the maximum m of z, the sum of exp(z - m), the z
-   of the label, and the sum of w_c z_c over all classes (for label smoothing). lse = m + log(sum). Differences to lse are
-   taken as (m - z) + log(sum): lse itself has the rounding of a number as large as m.
+   of the label, and the sum of w_c z_c over all classes (for label smoothing). lse = m + log(sum), but a
+   difference lse - z is taken as (m - z) + log(sum): lse itself has the rounding of a number as large as m.
 2. Gradients: z again, and for coefficients per row
        dz_c = exponential exp(z_c - reference) - target [c = label] - uniform w_c
    dx = dz dz/dx, dhidden = dx weight, dweight = sum over chunks of dx^T hidden in float32, dbias = sum of dx.
