@@ -72,15 +72,24 @@ def _distance(result: Tensor) -> Tensor:
     return (result.double() - fixed).square().sum()
 
 
-def apply(passes: Sequence[Pass], unit: Unit) -> list[Report]:
-    """Run passes over one unit as the pipeline does; returns their reports."""
+def apply(passes: Sequence[Pass], unit: Unit, *, documents: bool = True) -> list[Report]:
+    """Run passes over one unit as the pipeline does; returns their reports.
+
+    documents: whether inputs [B, T] of whole numbers are document ids, as in a capture.
+    """
     reports = []
+    context = PassContext(documents={unit.name: _tables(unit) if documents else ()})
     for step in passes:
-        reports.append(step.run(unit, PassContext()))
+        reports.append(step.run(unit, context))
         unit.graph.eliminate_dead_code()
         unit.graph.lint()
         unit.module.recompile()
     return reports
+
+
+def _tables(unit: Unit) -> list[str]:
+    values = [(value, node.meta.get("val")) for node, value in unit.placeholders() if value.kind == "input"]
+    return [v.name for v, t in values if isinstance(t, Tensor) and t.dim() == 2 and not t.is_floating_point()]
 
 
 def check(
