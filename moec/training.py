@@ -17,7 +17,7 @@ from rich.console import Console
 from torch import nn
 
 import moec
-from moec.artifact import PLAN, write_plan
+from moec.artifact import ARTIFACT, PLAN, write_plan
 from moec.compiler.errors import ArtifactError, CheckpointError
 from moec.compiler.plan import Plan
 from moec.models.adapters import training_view
@@ -27,8 +27,6 @@ from moec.runtime.identity import may_change
 from moec.runtime.loop import CHECKPOINTS, check_request
 from moec.runtime.metrics import METRICS
 from moec.step import CompiledStep
-
-ARTIFACT = "artifact"
 
 
 def train_model(

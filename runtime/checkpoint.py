@@ -71,6 +71,8 @@ def save_checkpoint(
                 durable.remove_folder(old)
     except (OSError, dcp.CheckpointException) as error:
         shutil.rmtree(partial, ignore_errors=True)
+        if _interrupted(error):
+            raise KeyboardInterrupt from error
         raise CheckpointError(
             f"the checkpoint of step {state.step} could not be written",
             where=str(folder),
@@ -129,6 +131,12 @@ def _single_process() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         yield
+
+
+def _interrupted(error: OSError | dcp.CheckpointException) -> bool:
+    """torch wraps whatever is raised while it writes, an interrupt by the user too."""
+    failures = error.failures.values() if isinstance(error, dcp.CheckpointException) else ()
+    return any(isinstance(failure, KeyboardInterrupt) for failure, _ in failures)
 
 
 def _cause(error: OSError | dcp.CheckpointException) -> str:
