@@ -201,5 +201,6 @@ class _Run:
 
     def _way_back(self) -> str:
         latest = latest_checkpoint(self.checkpoints)
-        found = f"the last good checkpoint is {latest}" if latest else "there is no checkpoint yet"
-        return f"{found}; resume from it with other data, or start a new run with a lower learning rate"
+        if latest is None:
+            return "there is no checkpoint yet: start a new run with a lower learning rate"
+        return f"the last good checkpoint is {latest}; resume from it with a lower learning rate or other data"
