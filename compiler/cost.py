@@ -137,7 +137,12 @@ def _forward_arguments(definition: Any, node: fx.Node) -> dict[str, Any]:
     schema = node.target._schema  # type: ignore[union-attr]
     results = node.meta.get("val")
     found = results if isinstance(results, list | tuple) else [results]
-    gradients = {result.name.removeprefix("grad_"): value for result, value in zip(schema.returns, found, strict=False)}
+    # A gradient that nobody needs is empty.
+    gradients = {
+        result.name.removeprefix("grad_"): value
+        for result, value in zip(schema.returns, found, strict=False)
+        if nbytes(value)
+    }
     names = [argument.name for argument in schema.arguments]
     given = {**gradients, **dict(zip(names, node.args, strict=False)), **node.kwargs}
     wanted = {argument.name for argument in definition.op._schema.arguments}

@@ -70,15 +70,26 @@ def _inline(module: fx.GraphModule, call: fx.Node) -> dict[fx.Node, bool]:
     environment: dict[fx.Node, Any] = dict(zip(inner.graph.find_nodes(op="placeholder"), inputs, strict=True))
     with graph.inserting_before(call):
         for node in inner.graph.nodes:
-            if node.op == "call_function":
+            if node.op in ("call_function", "get_attr"):
                 environment[node] = copy = graph.node_copy(node, environment.__getitem__)
                 modes[copy] = bool(enabled)
+            if node.op == "get_attr":
+                copy.target = _taken_over(module, inner, str(node.target))
     results: Any = fx.map_arg(inner.graph.output_node().args[0], environment.__getitem__)
     for user in list(call.users):
         user.replace_all_uses_with(results[user.args[1]])
         graph.erase_node(user)
     graph.erase_node(call)
     return modes
+
+
+def _taken_over(module: fx.GraphModule, inner: fx.GraphModule, target: str) -> str:
+    """The name under which `module` holds what `inner` has at `target`: a constant, or the body of an op."""
+    name, number = f"{target}_inlined", 0
+    while hasattr(module, name):
+        name, number = f"{target}_inlined_{number}", number + 1
+    setattr(module, name, getattr(inner, target))
+    return name
 
 
 def _refuse_hidden_writes(graph: fx.Graph, without: list[fx.Node], carrying: Iterable[fx.Node]) -> None:

@@ -1,11 +1,14 @@
 """Lowering: choose an implementation for every dialect op, late, so that all earlier passes see the meaning.
 
-`IMPLEMENTATIONS` maps an op to the implementations that exist, best first; an op without one that fits runs its
-reference, the plain PyTorch body of the op itself. `TUNING` sets arguments that change speed but not meaning.
+1. `OPTIONAL` results that nothing uses are not asked for.
+2. `IMPLEMENTATIONS` maps an op to the implementations that exist, best first; an op without one that fits runs its
+   reference, the plain PyTorch body of the op itself.
+3. `TUNING` sets arguments of a reference that change speed but not meaning.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -47,6 +50,7 @@ def lower(graph: fx.Graph) -> dict[str, str]:
     chosen: dict[str, str] = {}
     for node in graph.nodes:
         if lookup(node.target) is not None:
+            _ask_for_less(node)
             add_choice(chosen, str(node.target), _choose(node))
     return chosen
 
@@ -76,6 +80,16 @@ def _choose(node: fx.Node) -> str:
         _set_arguments(node, tuning.arguments)
         reasons.append(tuning.reason)
     return f"{text} ({'; '.join(reasons)})" if reasons else text
+
+
+def _ask_for_less(node: fx.Node) -> None:
+    wanted: dict[str, bool] = {}
+    used = {user.args[1] for user in node.users if user.target is operator.getitem and user.users}
+    for result, argument in OPTIONAL.get(node.target, {}).items():  # type: ignore[call-overload]
+        wanted[argument] = wanted.get(argument, False) or result in used
+    off = {name: False for name, asked in wanted.items() if not asked}
+    if off:
+        _set_arguments(node, off)
 
 
 def argument_of(node: fx.Node, name: str) -> Any:
@@ -114,6 +128,9 @@ def _delta_width(node: fx.Node) -> int:
 
 _AND = " / "
 _OPS = torch.ops.moec
+OPTIONAL: dict[OpOverload, Mapping[int, str]] = {
+    _OPS.linear_cross_entropy_sum.default: {2: "hidden_grad", 3: "weight_grad", 4: "weight_grad"},
+}
 TUNING: dict[OpOverload, Callable[[fx.Node], Tuning | None]] = {
     _OPS.kda.default: _short_chunks(_kda_width),
     _OPS.kda_backward.default: _short_chunks(_kda_width),

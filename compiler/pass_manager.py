@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -52,10 +52,20 @@ class Report:
 
 @dataclass
 class PassContext:
-    """What a pass may know beside the graph: the plan, and facts that earlier passes left under their name."""
+    """What a pass may know beside the graph.
+
+    plan: of the compilation. documents: unit name -> names of its inputs that are document ids, and never fall along a
+    row (`document_inputs.py`). facts: what earlier passes left under their name.
+    """
 
     plan: Any = None
+    documents: Mapping[str, Collection[str]] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
+
+    def documents_of(self, unit: Unit) -> set[fx.Node]:
+        """The placeholders of a unit that are document ids."""
+        names = self.documents.get(unit.name, ())
+        return {node for node, value in unit.placeholders() if value.kind == "input" and value.name in names}
 
 
 class Contract(ABC):

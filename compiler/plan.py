@@ -16,6 +16,7 @@ from typing import Any, Literal, Self
 
 import yaml
 
+from moec.compiler.byte_sizes import parse_bytes
 from moec.compiler.errors import PlanError
 
 
@@ -103,6 +104,36 @@ class MeshPlan:
 
 
 @dataclass(frozen=True)
+class LossPlan:
+    """How many logits exist at a time in the output head, forward and backward.
+
+    memory: their bytes, such as "1.25GiB". rows, columns: rows of hidden states and classes of the vocabulary per
+    chunk; what is None follows from the memory: all classes as long as 512 rows of them fit, fewer classes then.
+    """
+
+    memory: str = "1.25GiB"
+    rows: int | None = None
+    columns: int | None = None
+
+    def __post_init__(self) -> None:
+        _convert_fields(self, "loss.")
+        try:
+            size = parse_bytes(self.memory)
+        except ValueError as error:
+            raise PlanError(
+                f"plan field loss.memory is {self.memory!r}", where="plan.loss.memory", why=str(error)
+            ) from None
+        _require(size >= 1, "loss.memory", f"is {self.memory}", "it is at least 1B")
+        for name in ("rows", "columns"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, f"loss.{name}", f"is {value}", "it is at least 1")
+
+    @property
+    def memory_bytes(self) -> int:
+        return parse_bytes(self.memory)
+
+
+@dataclass(frozen=True)
 class Plan:
     """How to run one training step.
 
@@ -112,7 +143,7 @@ class Plan:
     packing: rows may hold several documents, told apart by `document_ids`.
     dynamic: "length" compiles one step for every length from `min_length` to `length`; None for exactly `length`.
     recompute: module path patterns ("layers.*.mlp", "*") whose activations are computed again in backward.
-    loss_chunk: rows of logits that exist at a time in the loss.
+    loss: how many logits exist at a time.
     disable: names of passes to leave out.
     check: verify the stage's spec after every pass.
     """
@@ -126,7 +157,7 @@ class Plan:
     dynamic: Literal["length"] | None = None
     min_length: int = 2
     recompute: tuple[str, ...] = ()
-    loss_chunk: int = 4096
+    loss: LossPlan = field(default_factory=LossPlan)
     mesh: MeshPlan = field(default_factory=MeshPlan)
     optimizer: OptimizerPlan = field(default_factory=OptimizerPlan)
     disable: tuple[str, ...] = ()
@@ -134,7 +165,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         _convert_fields(self, "")
-        for name in ("batch", "length", "accumulation", "loss_chunk", "min_length"):
+        for name in ("batch", "length", "accumulation", "min_length"):
             value = getattr(self, name)
             _require(value >= 1, name, f"is {value}", "it is at least 1")
         _require(

@@ -12,8 +12,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from moec.codegen.losses import linear_cross_entropy, token_log_probs
     from moec.compiler.errors import MoecError
-    from moec.compiler.plan import OptimizerPlan, Plan
+    from moec.compiler.plan import LossPlan, OptimizerPlan, Plan
     from moec.driver import compile
     from moec.loading import load
     from moec.step import CompiledStep
@@ -21,15 +22,30 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["CompiledStep", "MoecError", "OptimizerPlan", "Plan", "__version__", "compile", "load", "verify"]
+__all__ = [
+    "CompiledStep",
+    "LossPlan",
+    "MoecError",
+    "OptimizerPlan",
+    "Plan",
+    "__version__",
+    "compile",
+    "linear_cross_entropy",
+    "load",
+    "token_log_probs",
+    "verify",
+]
 
 _HOME = {
     "CompiledStep": "moec.step",
+    "LossPlan": "moec.compiler.plan",
     "MoecError": "moec.compiler.errors",
     "OptimizerPlan": "moec.compiler.plan",
     "Plan": "moec.compiler.plan",
     "compile": "moec.driver",
+    "linear_cross_entropy": "moec.codegen.losses",
     "load": "moec.loading",
+    "token_log_probs": "moec.codegen.losses",
     "verify": "moec.verification",
 }
 

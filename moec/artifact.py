@@ -35,6 +35,8 @@ from moec.runtime.durable import write_file
 from moec.runtime.program import CONSTANTS, PROGRAM
 
 PLAN, LOG, STATE_MAP, FINGERPRINT, GRAPHS = "plan.yaml", "log.jsonl", "state_map.json", "fingerprint.json", "graphs"
+ARTIFACT = "artifact"
+"""The artefact's folder inside the folder of a run."""
 BUFFERS, WEIGHTS = "buffers.safetensors", "weights.safetensors"
 BUCKETS, COLLECTIVES = "buckets.json", "collectives.json"
 FORMAT = 1
@@ -130,13 +132,21 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
     """One of the JSON files; raises ArtifactError when it is missing or broken."""
     path = folder / name
     if not path.is_file():
-        raise ArtifactError(
-            f"{folder} has no {name}", why="it is no moec artefact, or an incomplete one", hint="compile it again"
-        )
+        raise no_artifact(folder, name)
     try:
         return json.loads(path.read_text())
     except ValueError as error:
         raise ArtifactError(f"{path} is damaged", why=str(error), hint="compile it again") from error
+
+
+def no_artifact(folder: Path, lacking: str) -> ArtifactError:
+    """The error for a folder that lacks a part which every artefact has."""
+    inner = folder / ARTIFACT
+    return ArtifactError(
+        f"{folder} has no {lacking}",
+        why="it is no moec artefact, or an incomplete one",
+        hint=f"the artefact of this run is {inner}" if (inner / FINGERPRINT).is_file() else "compile it again",
+    )
 
 
 def read_stages(folder: Path) -> dict[str, StageGraphs]:

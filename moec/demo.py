@@ -74,12 +74,11 @@ def report(outcome: Outcome) -> list[Table | str]:
 
 def next_steps(preset: str, out: Path) -> dict[str, str]:
     """What there is to see after a demo, and the file or the command that shows it."""
-    from moec.artifact import LOG
+    from moec.artifact import ARTIFACT, LOG
     from moec.demo_run import TEXT
     from moec.running import FINAL_WEIGHTS
     from moec.runtime.loop import CHECKPOINTS
     from moec.runtime.metrics import METRICS
-    from moec.training import ARTIFACT
 
     command = Path(sys.executable).with_name("moec")
     moec = os.path.relpath(command) if command.is_relative_to(Path.cwd()) else "moec"

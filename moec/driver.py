@@ -31,6 +31,7 @@ from moec.codegen.update import header_text, update_text
 from moec.compiler.autocast import refuse_autocast_around
 from moec.compiler.capture import Capture, capture
 from moec.compiler.differentiate import Joint, differentiate
+from moec.compiler.document_inputs import document_inputs
 from moec.compiler.errors import PlanError, UnsupportedModelError
 from moec.compiler.graph import OUTER, Unit
 from moec.compiler.layout import BucketInstance
@@ -169,7 +170,8 @@ def run_passes(captured: Capture, plan: Plan, log: PassLog, after_pass: AfterPas
 
     pipeline = Pipeline(passes, after_pass=after)
     pipeline.validate()
-    log.records += pipeline.run(captured.program, PassContext(plan=plan))
+    context = PassContext(plan=plan, documents=document_inputs(captured.program))
+    log.records += pipeline.run(captured.program, context)
     for template in captured.templates.values():
         template.follow_unit()
 

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from moec.artifact import FINGERPRINT, LOG, PLAN, STATE_MAP, read_json, read_stages
+from moec.artifact import FINGERPRINT, LOG, PLAN, STATE_MAP, no_artifact, read_json, read_stages
 from moec.compiler.errors import ArtifactError
 from moec.compiler.hardware import hardware
 from moec.compiler.log import PassLog, cost_columns
@@ -109,7 +109,7 @@ def pass_report(folder: Path, name: str) -> Iterator[Any]:
 
 def _read_log(folder: Path) -> PassLog:
     if not (folder / LOG).is_file():
-        raise ArtifactError(f"{folder} has no {LOG}", why="it is no moec artefact", hint="compile again")
+        raise no_artifact(folder, LOG)
     return PassLog.read(folder / LOG)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Self
 
-from moec.artifact import FINGERPRINT, STATE_MAP, WEIGHTS, digest, read_json, read_stages, write_plan
+from moec.artifact import FINGERPRINT, STATE_MAP, WEIGHTS, digest, no_artifact, read_json, read_stages, write_plan
 from moec.compiler.errors import ArtifactError
 from moec.compiler.log import PassLog
 from moec.compiler.plan import Plan
@@ -72,6 +72,8 @@ class CompiledStep(TrainStep):
 def pick_stage(folder: Path, stage: str) -> StageGraphs:
     """One stage's graphs of an artefact; an unknown name raises ArtifactError with the known ones."""
     stages = read_stages(folder)
+    if not stages:
+        raise no_artifact(folder, "graphs")
     if stage not in stages:
         near = difflib.get_close_matches(stage, stages, n=1)
         raise ArtifactError(

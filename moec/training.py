@@ -17,7 +17,7 @@ from rich.console import Console
 from torch import nn
 
 import moec
-from moec.artifact import PLAN, check_fingerprint, write_plan
+from moec.artifact import ARTIFACT, PLAN, check_fingerprint, write_plan
 from moec.compiler.errors import ArtifactError, CheckpointError
 from moec.compiler.plan import Plan
 from moec.emit import emit
@@ -32,8 +32,6 @@ from moec.runtime.metrics import METRICS
 from moec.runtime.ranks import Ranks
 from moec.runtime.watch import watched
 from moec.step import CompiledStep
-
-ARTIFACT = "artifact"
 
 
 def train_model(

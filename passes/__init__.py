@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from moec.compiler.pass_manager import Pass
 from moec.compiler.placement import PlacementPass
+from moec.passes.chunk_loss import ChunkLoss
 from moec.passes.fuse_attention_gate import FuseAttentionGate
 from moec.passes.fuse_dsa import FuseDsa
 from moec.passes.fuse_kda import FuseKda
@@ -17,7 +18,6 @@ from moec.passes.recognize_attention import RecognizeAttention
 from moec.passes.recognize_conv import RecognizeConv
 from moec.passes.recognize_depth_mix import RecognizeDepthMix
 from moec.passes.recognize_experts import RecognizeExperts
-from moec.passes.recognize_loss import RecognizeLoss
 from moec.passes.recognize_mlp import RecognizeMlp
 from moec.passes.recognize_norm import RecognizeNorm
 from moec.passes.recognize_route import RecognizeRoute
@@ -34,7 +34,7 @@ SEMANTIC_PASSES: tuple[Pass, ...] = (
     RecognizeAttention(),
     RecognizeRoute(),
     RecognizeExperts(),
-    RecognizeLoss(),
+    ChunkLoss(),
     FuseAttentionGate(),
     FuseKda(),
     ShardExperts(),

@@ -49,7 +49,8 @@ class FuseDsa(Pass):
 
     def run(self, unit: Unit, context: PassContext) -> Report:
         report = Report()
-        apply_rules(unit, [Finder("sparse_attention", _ROOTS, _find, _rewrite)], report, SIGNS)
+        rules = [Finder("sparse_attention", _ROOTS, _find, _rewrite)]
+        apply_rules(unit, rules, report, SIGNS, context.documents_of(unit))
         return report
 
     def expected(self, unit: Unit) -> str:
@@ -118,7 +119,7 @@ def _rewrite(found: Match, rewriter: Rewriter) -> str:
     if evaluate(found["batch"], {}) != Linear(((-3, 1),), 0.0):
         raise Refused("the entries are not selected row by row of the batch")
     try:
-        mask = understand(found["hidden"], hides=True, batch=-3)
+        mask = understand(found["hidden"], rewriter.documents, hides=True, batch=-3)
     except NotUnderstood as reason:
         raise Refused(str(reason)) from None
     if mask.window:

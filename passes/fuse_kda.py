@@ -132,7 +132,8 @@ def _rewrite(found: Match, rewriter: Rewriter, report: Report) -> str:
         convolved = True
     except Refused as refused:
         flats, taps, convolved = [operand.flat for operand in operands], [None, None, None], False
-        report.near_miss(found.root, "kda without its convolutions", str(refused))
+        reason = str(refused)
+        rewriter.then(lambda: report.near_miss(found.root, "kda without its convolutions", reason))
     flats = [_in_dtype(rewriter, flat, operand.dtype) for flat, operand in zip(flats, operands, strict=True)]
     rate, bias = decay.vectors(rewriter)
     gate = None if output.gate is None else _flattened(rewriter, output.gate, values.flat)
@@ -159,7 +160,7 @@ def _rewrite(found: Match, rewriter: Rewriter, report: Report) -> str:
     )
     back = rewriter.call(torch.ops.aten.reshape.default, stage, _sizes(output.root))
     rewriter.replace(output.root, back)
-    fold_reshapes(rewriter, back)
+    rewriter.then(lambda: fold_reshapes(rewriter.graph, back))
     parts = [f"{decay.kind} decay per {'channel' if _per_channel(decay, values.heads) else 'head'}"]
     parts += ["convolutions"] if convolved else []
     parts += [f"{output.activation} gated norm"] if gate is not None else []
@@ -195,12 +196,12 @@ def _operand(name: str, node: fx.Node) -> _Operand:
 
 
 def _output(delta: fx.Node) -> _Output:
-    """The gated norm of the output, or the output itself."""
+    """The gated norm of the output, or the output itself: without such a norm, or where the op gives another one."""
     (result,) = delta.users
     node, inner = result, [result]
     while len(node.users) == 1:
         (user,) = node.users
-        if user.target is _GATED and user.args[0] is node and not bound_args(user)[5]:
+        if user.target is _GATED and _takes_norm(user, node, result):
             _, gate, weight, eps, activation, _ = bound_args(user)
             return _Output(user, inner, gate, weight, eps, activation)
         lossless = user.target in RESHAPES or (node in user.all_input_nodes and origin(user) is origin(node))
@@ -209,6 +210,12 @@ def _output(delta: fx.Node) -> _Output:
         node = user
         inner.append(user)
     return _Output(result, [])
+
+
+def _takes_norm(norm: fx.Node, value: fx.Node, output: fx.Node) -> bool:
+    """Whether the stage may end in a gated norm of `value`: the op has a gate of its own, and rounds as `output` is."""
+    x, gate, _, _, _, zero_centered = bound_args(norm)
+    return x is value and gate is not value and not zero_centered and _tensor(norm).dtype == _tensor(output).dtype
 
 
 def _require_unused(nodes: list[fx.Node], inside: set[fx.Node]) -> None:

@@ -96,7 +96,11 @@ def _assemble(graph: fx.Graph, node: fx.Node, aliases: Aliases) -> None:
     if any(user not in slices and user < last for user in root.users):
         raise Refused(f"{root.name} is read before it is filled")
     rewriter = Rewriter(graph, [root, *(copy for copy, _ in writes)], last)
-    pieces = [_fitted(rewriter, copy) for copy, _ in writes]
+    try:
+        pieces = [_fitted(rewriter, copy) for copy, _ in writes]
+    except Refused:
+        rewriter.drop_created()
+        raise
     result = rewriter.call(torch.ops.aten.cat.default, pieces, writes[0][1].dim)
     root.replace_all_uses_with(result, delete_user_cb=lambda user: user not in slices)
     for copy, _ in writes:

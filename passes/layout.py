@@ -34,7 +34,7 @@ def fold_users(graph: fx.Graph, node: fx.Node) -> None:
                 waiting.append(user)
 
 
-def fold_reshapes(rewriter: Rewriter, node: fx.Node) -> None:
+def fold_reshapes(graph: fx.Graph, node: fx.Node) -> None:
     """Let the reshapes of the reshape `node` take its input, or be its input where the shape is that already."""
     source = source_of(node)
     for user in list(node.users):
@@ -43,7 +43,7 @@ def fold_reshapes(rewriter: Rewriter, node: fx.Node) -> None:
         user.update_arg(0, source)
         if _keeps_shape(user):
             user.replace_all_uses_with(source)
-            rewriter.graph.erase_node(user)
+            graph.erase_node(user)
 
 
 def _swaps(node: fx.Node, first: int, second: int) -> bool:

@@ -11,6 +11,7 @@ The mask of a query q and a key k is evaluated symbolically (`mask_rules.py`, `m
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -35,10 +36,13 @@ class Mask:
     documents: fx.Node | None = None
 
 
-def understand(node: fx.Node | None, *, hides: bool = False, batch: int = -4) -> Mask:
+def understand(
+    node: fx.Node | None, document_ids: Collection[fx.Node] = (), *, hides: bool = False, batch: int = -4
+) -> Mask:
     """The meaning of a mask: truth values (True = visible, or hidden if `hides`), or numbers added to the scores.
 
-    batch: the dimension that the batch runs along, counted from the right.
+    document_ids: tables that are known never to fall along a row. batch: the dimension that the batch runs along,
+    counted from the right.
     Raises NotUnderstood unless it is provably a causal mask, with or without window and documents.
     """
     if node is None:
@@ -52,10 +56,10 @@ def understand(node: fx.Node | None, *, hides: bool = False, batch: int = -4) ->
     truth = positive(truth)
     if truth.negated:
         raise NotUnderstood(f"{describe(node)} hides what it should show")
-    return _mask(node, truth.facts, batch)
+    return _mask(node, truth.facts, document_ids, batch)
 
 
-def _mask(node: fx.Node, facts: frozenset[Fact], batch: int) -> Mask:
+def _mask(node: fx.Node, facts: frozenset[Fact], document_ids: Collection[fx.Node], batch: int) -> Mask:
     causal, window, documents, ordered = False, 0, None, None
     for fact in sorted(facts, key=lambda fact: (fact.kind, fact.bound)):
         if (fact.query, fact.key) != (-2, -1):
@@ -80,16 +84,16 @@ def _mask(node: fx.Node, facts: frozenset[Fact], batch: int) -> Mask:
     if documents is None or documents.table is None:
         return Mask(causal, window)
     tensor = tensor_meta(documents.table)
-    if not _in_order(documents.table):
+    if not never_falls(documents.table, document_ids):
         raise NotUnderstood(f"the documents {describe(documents.table)} are not provably consecutive")
     if documents.batch != batch and (tensor is None or tensor.shape[0] != 1):
         raise NotUnderstood(f"{describe(node)} does not have the batch in its first dimension")
     return Mask(causal, window, documents.table)
 
 
-def _in_order(table: fx.Node) -> bool:
-    """Whether ids cannot fall along the row: inputs are document ids by contract, a running count of flags rises."""
-    if table.op == "placeholder":
+def never_falls(table: fx.Node, document_ids: Collection[fx.Node]) -> bool:
+    """Whether ids cannot fall along the row: a batch's document ids by contract, a running count of flags rises."""
+    if table in document_ids:
         return True
     found = match(op(aten("cumsum.default"), var("flags"), dim(-1)), table, exclusive=False)
     flags = tensor_meta(found["flags"]) if isinstance(found, Match) else None

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -42,7 +43,7 @@ class RecognizeAttention(Pass):
 
     def run(self, unit: Unit, context: PassContext) -> Report:
         report = Report()
-        apply_rules(unit, RULES, report, SIGNS)
+        apply_rules(unit, RULES, report, SIGNS, context.documents_of(unit))
         return report
 
     def expected(self, unit: Unit) -> str:
@@ -56,7 +57,7 @@ def _rewrite_sdpa(found: Match, rewriter: Rewriter) -> str:
         raise Refused(f"attention dropout is {dropout}")
     if mask is not None and causal:
         raise Refused("it has a mask and is_causal")
-    meaning = Mask(causal=True) if causal else _meaning(mask)
+    meaning = Mask(causal=True) if causal else _meaning(mask, rewriter.documents)
     return _replace(found, rewriter, (q, k, v), meaning, scale, None, grouped)
 
 
@@ -64,17 +65,17 @@ def _rewrite_written(found: Match, rewriter: Rewriter) -> str:
     if found.get("fill", -math.inf) > torch.finfo(_dtype(found.root)).min:
         raise Refused(f"hidden scores become {found['fill']}, which may still count")
     if "hidden" in found:
-        meaning = _meaning(found["hidden"], hides=True)
+        meaning = _meaning(found["hidden"], rewriter.documents, hides=True)
     else:
-        meaning = _meaning(found.get("mask", found.get("visible")))
+        meaning = _meaning(found.get("mask", found.get("visible")), rewriter.documents)
     scale = found.get("scale", 1.0 / found["divisor"] if "divisor" in found else 1.0)
     sinks = _per_head(found["sink"], found["q"]) if "sink" in found else None
     return _replace(found, rewriter, (found["q"], found["k"], found["v"]), meaning, scale, sinks, grouped=False)
 
 
-def _meaning(mask: fx.Node | None, *, hides: bool = False) -> Mask:
+def _meaning(mask: fx.Node | None, documents: Collection[fx.Node], *, hides: bool = False) -> Mask:
     try:
-        return understand(mask, hides=hides)
+        return understand(mask, documents, hides=hides)
     except NotUnderstood as reason:
         raise Refused(str(reason)) from None
 
@@ -105,7 +106,7 @@ def _replace(
     )
     back = rewriter.call(torch.ops.aten.transpose.int, o, 1, 2)
     rewriter.replace(found.root, back)
-    fold_users(rewriter.graph, back)
+    rewriter.then(lambda: fold_users(rewriter.graph, back))
     kinds = ["causal" if mask.causal else "full"]
     kinds += [f"window {mask.window}"] if mask.window else []
     kinds += ["by document"] if documents is not None else []

@@ -19,6 +19,7 @@ from moec.compiler.nodes import aten, describe
 from moec.compiler.pass_manager import Pass, PassContext, Report
 from moec.compiler.pattern import Pattern, anything, cast, dim, items, number, op, value, var
 from moec.passes.layout import fold_users, transposed
+from moec.passes.masks import never_falls
 from moec.passes.recognize_norm import ADD, MUL, input_as_wide_as_result
 from moec.passes.rewrite import Refused, Rewriter, Rule, Sign, apply_rules
 
@@ -35,7 +36,7 @@ class RecognizeConv(Pass):
 
     def run(self, unit: Unit, context: PassContext) -> Report:
         report = Report()
-        apply_rules(unit, RULES, report, SIGNS)
+        apply_rules(unit, RULES, report, SIGNS, context.documents_of(unit))
         return report
 
     def expected(self, unit: Unit) -> str:
@@ -82,7 +83,7 @@ def _rewrite_conv(found: Match, rewriter: Rewriter) -> str:
     mixed = rewriter.call(torch.ops.moec.short_conv.default, x, weight, None, activation)
     back = rewriter.call(torch.ops.aten.transpose.int, mixed, 1, 2)
     rewriter.replace(found.root, back)
-    fold_users(rewriter.graph, back)
+    rewriter.then(lambda: fold_users(rewriter.graph, back))
     return f"short_conv of {taps.shape[0]} channels, {width} taps" + (", SiLU" if activation == "silu" else "")
 
 
@@ -124,6 +125,8 @@ def _rewrite_taps(found: Match, rewriter: Rewriter) -> str:
         raise Refused("the input is not [batch, length, channels]")
     activation = "silu" if "silu" in found else "none"
     ids = found.get("document_ids")
+    if ids is not None and not never_falls(ids, rewriter.documents):
+        raise Refused(f"the documents {describe(ids)} are not provably consecutive")
     mixed = rewriter.call(torch.ops.moec.short_conv.default, x, weight, ids, activation)
     rewriter.replace(found.root, mixed)
     text = f"short_conv of {taps.shape[0]} channels, {taps.shape[1]} taps"

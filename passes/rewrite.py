@@ -9,7 +9,7 @@ that got furthest from there did not apply.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -75,13 +75,20 @@ Failures = dict[tuple[str, fx.Node], Failure]
 
 @dataclass
 class Rewriter:
-    """Inserts the replacement of one match, with the metadata of what it replaces."""
+    """Inserts the replacement of one match, with the metadata of what it replaces.
+
+    documents: inputs of the graph that are document ids, and never fall along a row.
+
+    Until `commit` nothing that was in the graph before is touched: a rewrite that is refused half-way leaves it whole.
+    """
 
     graph: fx.Graph
     nodes: Sequence[fx.Node]
     root: fx.Node
+    documents: Collection[fx.Node] = ()
     created: list[fx.Node] = field(default_factory=list)
-    replaced: list[fx.Node] = field(default_factory=list)
+    replacements: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)
+    afterwards: list[Callable[[], None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._before = self.root
@@ -116,7 +123,7 @@ class Rewriter:
         return tuple(self.call(operator.getitem, node, index) for index in range(count))
 
     def replace(self, old: fx.Node, new: fx.Node) -> None:
-        """Let all users of `old` use `new`, rounded to the dtype of `old` if that is narrower.
+        """When all is done, let all users of `old` use `new`, rounded to the dtype of `old` if that is narrower.
 
         Raises Refused when the shapes differ, or `new` is the narrower one.
         """
@@ -128,8 +135,18 @@ class Rewriter:
                 raise Refused(f"the result is {_short(before.dtype)}, the op would give {_short(after.dtype)}")
             if before.dim() != after.dim() or any(a != b for a, b in zip(before.shape, after.shape, strict=True)):
                 raise Refused(f"the result has shape {list(before.shape)}, the op would give {list(after.shape)}")
-        old.replace_all_uses_with(new)
-        self.replaced.append(old)
+        self.replacements.append((old, new))
+
+    def then(self, action: Callable[[], None]) -> None:
+        """Do something to the graph once the replacements are made, such as folding what is around them."""
+        self.afterwards.append(action)
+
+    def commit(self) -> None:
+        """Make the replacements, then do what is to follow them."""
+        for old, new in self.replacements:
+            old.replace_all_uses_with(new)
+        for action in self.afterwards:
+            action()
 
     def drop_created(self) -> None:
         """Take back what a refused rewrite has inserted."""
@@ -137,8 +154,14 @@ class Rewriter:
             self.graph.erase_node(node)
 
 
-def apply_rules(unit: Unit, rules: Sequence[Rule | Finder], report: Report, signs: Sequence[Sign] = ()) -> None:
-    """Rewrite `unit.graph` by `rules` and fill `report`."""
+def apply_rules(
+    unit: Unit,
+    rules: Sequence[Rule | Finder],
+    report: Report,
+    signs: Sequence[Sign] = (),
+    documents: Collection[fx.Node] = (),
+) -> None:
+    """Rewrite `unit.graph` by `rules` and fill `report`; `documents` is for the rewriters."""
     table: dict[Any, list[Rule | Finder]] = {}
     for rule in rules:
         for target in rule.targets:
@@ -153,7 +176,9 @@ def apply_rules(unit: Unit, rules: Sequence[Rule | Finder], report: Report, sign
         for rule in table.get(node.target, ()):
             found = _unless_written(rule.find(node), written)
             failure = (
-                rewrite_match(unit.graph, rule, found, found_backwards, gone) if isinstance(found, Match) else found
+                rewrite_match(unit.graph, rule, found, found_backwards, documents, gone)
+                if isinstance(found, Match)
+                else found
             )
             if failure is None:
                 break
@@ -182,20 +207,26 @@ def _written_text(node: fx.Node) -> str:
 
 
 def rewrite_match(
-    graph: fx.Graph, rule: Rule | Finder, found: Match, report: Report, gone: set[fx.Node] | None = None
+    graph: fx.Graph,
+    rule: Rule | Finder,
+    found: Match,
+    report: Report,
+    documents: Collection[fx.Node] = (),
+    gone: set[fx.Node] | None = None,
 ) -> Failure | None:
     """Rewrite one match and report it; the failure when the rewrite refuses. `gone` collects the erased nodes."""
-    rewriter = Rewriter(graph, found.nodes, found.root)
+    rewriter = Rewriter(graph, found.nodes, found.root, documents)
     try:
         became = rule.rewrite(found, rewriter)
     except Refused as refused:
         rewriter.drop_created()
         reason = str(refused)
         return Failure(found.nodes, lambda: reason, complete=True)
+    rewriter.commit()
     report.match(rewriter.created[-1] if rewriter.created else found.root, became)
     # Matched nodes go even if they count as impure, as a dropout of probability 0 does.
     erased: set[fx.Node] = set()
-    for node in sorted({*found.nodes, *rewriter.replaced}, reverse=True):
+    for node in sorted({*found.nodes, *(old for old, _ in rewriter.replacements)}, reverse=True):
         if node not in erased and not node.users:
             inputs = node.all_input_nodes
             graph.erase_node(node)

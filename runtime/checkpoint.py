@@ -69,6 +69,8 @@ def save_checkpoint(
         parts = team.gather(team.together(lambda: _part(partial, team, data)))
         team.once(lambda: _publish(partial, final, _manifest(partial, state, parts, fingerprint, settings or {}), keep))
     except (OSError, dcp.CheckpointException, PeerError) as error:
+        if _interrupted(error):
+            raise KeyboardInterrupt from error
         raise CheckpointError(
             f"the checkpoint of step {state.step} could not be written",
             where=str(folder),
@@ -168,6 +170,12 @@ def _without_warning() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         yield
+
+
+def _interrupted(error: OSError | dcp.CheckpointException | PeerError) -> bool:
+    """torch wraps whatever is raised while it writes, an interrupt by the user too."""
+    failures = error.failures.values() if isinstance(error, dcp.CheckpointException) else ()
+    return any(isinstance(failure, KeyboardInterrupt) for failure, _ in failures)
 
 
 def _cause(error: OSError | dcp.CheckpointException | PeerError) -> str:

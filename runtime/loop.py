@@ -246,7 +246,10 @@ class _Run:
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def _way_back(self) -> str:
-        return f"{self.last_good()}; resume from it with other data, or start a new run with a lower learning rate"
+        latest = latest_checkpoint(self.checkpoints)
+        if latest is None:
+            return f"{self.last_good()}: start a new run with a lower learning rate"
+        return f"{self.last_good()}; resume from it with a lower learning rate or other data"
 
     def last_good(self) -> str:
         """What there is to go back to, in words."""

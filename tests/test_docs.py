@@ -31,7 +31,7 @@ from moec.cli import app
 from moec.compiler.dialect import DEFINITIONS
 from moec.compiler.dialect.attention import _PAIRS
 from moec.compiler.log import PassLog
-from moec.compiler.plan import MeshPlan, OptimizerPlan, Plan
+from moec.compiler.plan import LossPlan, MeshPlan, OptimizerPlan, Plan
 from moec.passes import SEMANTIC_PASSES
 from tests import markdown
 from tests.markdown import Block
@@ -234,10 +234,10 @@ def _wrong_command(line: str) -> str:
 # Tables: the header, then rows keyed by their first cell; None is a cell that the author writes
 
 
-def _plan_rows(kind: type[Any]) -> Callable[[Path], Rows]:
+def _plan_rows(kind: type[Any], name_in_plan: str = "") -> Callable[[Path], Rows]:
     def rows(_: Path) -> Rows:
         values, hints = Plan().to_dict(), typing.get_type_hints(kind)
-        values = values if kind is Plan else values[_SECTIONS[kind]]
+        values = values if kind is Plan else values[name_in_plan]
         below = {item.name for item in fields(kind) if is_dataclass(hints[item.name])}
         return [
             ["field", "type", "default", "meaning"],
@@ -249,9 +249,6 @@ def _plan_rows(kind: type[Any]) -> Callable[[Path], Rows]:
         ]
 
     return rows
-
-
-_SECTIONS: dict[type[Any], str] = {OptimizerPlan: "optimizer", MeshPlan: "mesh"}
 
 
 def _type_text(hint: Any) -> str:
@@ -371,8 +368,9 @@ def _filled(row: list[str | None], old: tuple[str, ...]) -> list[str]:
 
 TABLES: dict[str, Callable[[Path], Rows]] = {
     "plan": _plan_rows(Plan),
-    "optimizer": _plan_rows(OptimizerPlan),
-    "mesh": _plan_rows(MeshPlan),
+    "loss": _plan_rows(LossPlan, "loss"),
+    "mesh": _plan_rows(MeshPlan, "mesh"),
+    "optimizer": _plan_rows(OptimizerPlan, "optimizer"),
     "passes": _pass_rows,
     "operators": _operator_rows,
     "log": _log_rows,

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from moec.codegen.triton import kda
+from moec.codegen.triton import kda, loss
 
-__all__ = ["kda"]
+__all__ = ["kda", "loss"]

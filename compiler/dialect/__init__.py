@@ -16,7 +16,9 @@ from moec.compiler.dialect.exchange import (
 )
 from moec.compiler.dialect.experts import grouped_linear, permute, unpermute
 from moec.compiler.dialect.kda import kda
-from moec.compiler.dialect.loss import linear_cross_entropy
+from moec.compiler.dialect.log_probs import token_log_probs
+from moec.compiler.dialect.loss import linear_cross_entropy, linear_cross_entropy_sum
+from moec.compiler.dialect.loss_shards import combine, logit_statistics, loss_of_statistics
 from moec.compiler.dialect.norm import gated_norm, l2_norm, rms_norm
 from moec.compiler.dialect.rank_mean import rank_mean
 from moec.compiler.dialect.registry import DEFINITIONS, Definition, define, lookup
@@ -29,6 +31,7 @@ __all__ = [
     "Definition",
     "attention",
     "balanced_bias",
+    "combine",
     "define",
     "delta_rule",
     "depth_mix",
@@ -45,8 +48,11 @@ __all__ = [
     "kda",
     "l2_norm",
     "linear_cross_entropy",
+    "linear_cross_entropy_sum",
     "local_offsets",
+    "logit_statistics",
     "lookup",
+    "loss_of_statistics",
     "overflow",
     "pack_gradients",
     "permute",
@@ -57,6 +63,7 @@ __all__ = [
     "short_conv",
     "sigmoid_gate",
     "sparse_attention",
+    "token_log_probs",
     "unpermute",
     "unshard",
 ]

@@ -7,8 +7,9 @@ Everything is wired by the names in the two schemas. With
 
 the backward op receives the gradients of the forward's results (`grad_` + result name), any forward arguments and any
 forward results by name, and returns the gradients of the forward arguments it names. A result gradient declared
-`Tensor?` is None when nothing depends on that result; declared `Tensor` it is then zeros. The gradient of an optional
-argument that was None is an empty tensor, which autograd turns into None.
+`Tensor?` is None when nothing depends on that result; declared `Tensor` it is then zeros. A result whose gradient the
+backward does not take is not differentiable. The gradient of an optional argument that was None is an empty tensor,
+which autograd turns into None.
 """
 
 from __future__ import annotations
@@ -137,6 +138,9 @@ def _autograd(schema: torch.FunctionSchema, gradient: OpOverload) -> tuple[Calla
             else:
                 ctx.kept[name] = value
         ctx.save_for_backward(*tensors)
+        ctx.mark_non_differentiable(
+            *(value for name, value in zip(results, outputs, strict=True) if f"grad_{name}" not in wanted)
+        )
 
     def run(ctx: Any, *grads: Tensor | None) -> Any:
         if all(grad is None for grad in grads):

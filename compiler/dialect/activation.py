@@ -108,7 +108,7 @@ def _relu2_slopes(gate: Tensor, up: Tensor, a: float, b: float) -> Slopes:
 
 
 def _situ(gate: Tensor, up: Tensor, a: float, b: float) -> Factors:
-    return a * torch.tanh(gate / a) * torch.sigmoid(gate), b * torch.tanh(up / b)
+    return (gate / a).tanh_().mul_(a).mul_(torch.sigmoid(gate)), (up / b).tanh_().mul_(b)
 
 
 def _situ_slopes(gate: Tensor, up: Tensor, a: float, b: float) -> Slopes:

@@ -166,7 +166,8 @@ def _carry(
     state = _state(initial_state, states)
     for index in range(layout.chunks):
         states[:, index] = state
-        update = updates[:, index].baddbmm_(keys[:, index], state, alpha=-1)
+        # Into a contiguous result: in place on a strided one the CPU multiplies matrix by matrix.
+        update = updates[:, index] = torch.baddbmm(updates[:, index], keys[:, index], state, alpha=-1)
         state = torch.baddbmm(state * total[:, index], k_out[:, index].mT, update)
     final = state.view(layout.batch, layout.heads, width, values)
     return states.flatten(0, 1), updates.flatten(0, 1), final
@@ -242,7 +243,7 @@ def _carry_backward(prepared: Prepared, grad: Tensor, grad_final_state: Tensor |
     state = _state(grad_final_state, leaving)
     for index in reversed(range(layout.chunks)):
         leaving[:, index] = state
-        update = grad_updates[:, index].baddbmm_(k_out[:, index], state)
+        update = grad_updates[:, index] = torch.baddbmm(grad_updates[:, index], k_out[:, index], state)
         state = torch.addcmul(entering[:, index], state, total[:, index])
         state.baddbmm_(keys[:, index].mT, update, alpha=-1)
     return grad_updates.flatten(0, 1), leaving.flatten(0, 1), state.view(prepared.final_state.shape)

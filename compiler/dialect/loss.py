@@ -1,24 +1,38 @@
-"""The output head and cross entropy in one op, so that logits exist for one chunk of rows at a time.
+"""Output head and cross entropy in one op, so that logits exist for one chunk at a time (`head.py`).
 
-For each chunk of rows: x = hidden weight^T + bias, z = softcap * tanh(x / softcap) if softcap > 0, lse = log sum exp z,
-loss = lse - z[label]. Backward recomputes z from the same inputs and uses the saved lse:
+    loss_i = (1 - e) w_y (lse_i - z_iy) + e / V sum_c w_c (lse_i - z_ic),    lse_i = log sum_c exp z_ic
 
-    dz = grad * (exp(z - lse) - onehot(label)) + grad_lse * exp(z - lse),  dx = dz * (1 - (z/softcap)^2)
-    dhidden = dx weight,  dweight = sum over chunks of dx^T hidden (accumulated in float32),  dbias = sum of dx
+with y the label of row i, w class weights, e the label smoothing. Two ops, for two ways of use:
+
+`linear_cross_entropy` gives the losses and lse of every row, for any use of them. What gradient comes back is only
+known in backward, which makes the logits again: four products in all.
+
+`linear_cross_entropy_sum` gives sum_i (a_i loss_i + b_i lse_i^2) for given weights a, b of rows. Whatever becomes of
+the sum, its gradient is one number, and everything before it is linear in that: so the forward makes the gradients from
+the same logits ("slopes", in float32), and backward multiplies. Three products in all. A mean, a mask, weights per
+token, a z-loss, a loss scale, and a loss that is used twice are all of this kind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moec.compiler.dialect._define import define_op, math_dtype
-
-# Logits per block of rows that fit a CPU's cache (2 MiB of fp32), and the fewest rows that keep the matmuls efficient.
-CACHED_LOGITS = 1 << 19
-MIN_ROWS = 128
+from moec.compiler.dialect.head import (
+    REFERENCE,
+    Head,
+    Kernels,
+    Statistics,
+    coefficients_of,
+    gradients,
+    losses_of,
+    statistics,
+    weighted_sum,
+)
+from moec.compiler.dialect.loss_chunks import default_sizes
 
 
 def linear_cross_entropy(
@@ -27,177 +41,242 @@ def linear_cross_entropy(
     labels: Tensor,
     bias: Tensor | None = None,
     *,
+    class_weights: Tensor | None = None,
+    token_weights: Tensor | None = None,
     ignore_index: int = -100,
+    logit_scale: float = 1.0,
     softcap: float = 0.0,
-    chunk: int = 4096,
-) -> tuple[Tensor, Tensor]:
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+    rows: int | None = None,
+    columns: int | None = None,
+) -> Tensor:
     """Cross entropy of hidden [N,D] against labels int64 [N] through the head weight [V,D] (and bias [V]).
 
-    Returns losses [N], 0 where the label is ignore_index, and lse [N], the log of the softmax denominator; both float32
-    (float64 for float64 inputs). The log-probability of a label is -losses. At most chunk x V logits exist at once; a
-    device may take fewer rows at a time.
+    z = logit_scale (hidden weight^T + bias); softcap > 0: z = softcap tanh(z / softcap). class_weights [V] and
+    label_smoothing are those of torch.nn.functional.cross_entropy; z_loss adds z_loss lse^2 to the loss of every row
+    that is not ignored; token_weights [N] multiply the losses, and get a gradient too. reduction: "none" [N], "sum", or
+    "mean": the sum over that of the class weights (1 without) times token_weights of the rows that are not ignored;
+    where none is left it is 0 with zero gradients. Scalars and [N] are float32 (float64 for float64 inputs). rows,
+    columns: the most logits that exist at a time, also in backward; by default as many as fit 1.25 GiB.
+
     A label that is neither ignore_index nor in [0, V) raises IndexError on CPU; on CUDA, where reading the labels would
-    stall the device, its loss is NaN and its row adds nothing to any gradient. ValueError for a chunk below 1.
+    stall the device, its loss is NaN and its row adds nothing to any gradient. ValueError for another reduction.
     """
-    return torch.ops.moec.linear_cross_entropy(hidden, weight, labels, bias, ignore_index, softcap, chunk)
+    if reduction not in ("none", "sum", "mean"):
+        raise ValueError(f"reduction {reduction!r}, expected none, sum or mean")
+    if reduction == "none":
+        sizes = default_sizes(hidden, weight.shape[0], rows, columns)
+        form = (ignore_index, logit_scale, softcap, label_smoothing, sizes.rows, sizes.columns)
+        losses, lse, *_ = torch.ops.moec.linear_cross_entropy(hidden, weight, labels, bias, class_weights, *form)
+        if z_loss:
+            losses = losses + z_loss * lse.square().masked_fill(labels == ignore_index, 0)
+        return losses if token_weights is None else losses * token_weights
+    counted = (labels != ignore_index).to(math_dtype(hidden.dtype))
+    tokens = counted if token_weights is None else counted * token_weights
+    total = linear_cross_entropy_sum(
+        hidden,
+        weight,
+        labels,
+        tokens,
+        bias,
+        z_weights=tokens * z_loss if z_loss else None,
+        class_weights=class_weights,
+        ignore_index=ignore_index,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        label_smoothing=label_smoothing,
+        rows=rows,
+        columns=columns,
+    )
+    if reduction == "sum":
+        return total
+    if class_weights is not None:
+        tokens = tokens * class_weights.to(tokens.dtype)[labels.clamp(0, max(weight.shape[0] - 1, 0))]
+    count = tokens.sum()
+    return total / torch.where(count == 0, 1, count)
 
 
-def _forward(
+def linear_cross_entropy_sum(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    token_weights: Tensor,
+    bias: Tensor | None = None,
+    *,
+    z_weights: Tensor | None = None,
+    class_weights: Tensor | None = None,
+    ignore_index: int = -100,
+    logit_scale: float = 1.0,
+    softcap: float = 0.0,
+    label_smoothing: float = 0.0,
+    rows: int | None = None,
+    columns: int | None = None,
+) -> Tensor:
+    """The scalar sum_i (token_weights_i loss_i + z_weights_i lse_i^2), its gradients made beside it.
+
+    token_weights, z_weights [N]; those of tokens may want a gradient, those of z may not (ValueError). An ignored row
+    has no loss whatever its weight, but may have an lse^2. Everything else as for `linear_cross_entropy`.
+    """
+    if z_weights is not None and z_weights.requires_grad:
+        raise ValueError("weights of a z-loss have no gradient here; compose it from losses of reduction none")
+    sizes = default_sizes(hidden, weight.shape[0], rows, columns)
+    wanted = (hidden.requires_grad, weight.requires_grad or (bias is not None and bias.requires_grad))
+    flags = wanted if torch.is_grad_enabled() else (False, False)
+    return torch.ops.moec.linear_cross_entropy_sum(
+        hidden, weight, labels, token_weights, z_weights, bias, class_weights, ignore_index, logit_scale, softcap,
+        label_smoothing, sizes.rows, sizes.columns, *flags, weight.dtype,
+    )[0]  # fmt: skip
+
+
+def _head(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
     bias: Tensor | None,
+    class_weights: Tensor | None,
     ignore_index: int,
+    logit_scale: float,
     softcap: float,
-    chunk: int,
-) -> tuple[Tensor, Tensor]:
-    _check_labels(labels, ignore_index, weight.shape[0])
-    if chunk < 1:
-        raise ValueError(f"moec::linear_cross_entropy: chunk={chunk} rows, expected at least 1")
-    dtype = math_dtype(hidden.dtype)
-    losses = hidden.new_empty(hidden.shape[0], dtype=dtype)
-    lse = torch.empty_like(losses)
-    matrix = _operand(weight)
-    for rows in _blocks(hidden, weight, chunk):
-        logits = _logits(hidden[rows], matrix, bias, softcap)
-        label, ignored, wrong = _targets(labels[rows], ignore_index, weight.shape[0])
-        # log_softmax is one fused pass; logsumexp takes several, and slower exponentials on a CPU.
-        loss = logits.log_softmax(1).gather(1, label.unsqueeze(1)).squeeze(1).neg_()
-        lse[rows] = logits.gather(1, label.unsqueeze(1)).squeeze(1) + loss
-        losses[rows] = loss.masked_fill_(ignored, 0).masked_fill_(wrong, float("nan"))
-    return losses, lse
+    label_smoothing: float,
+    rows: int,
+    columns: int,
+) -> Head:
+    return Head(
+        hidden, weight, labels, bias, class_weights, ignore_index, logit_scale, softcap, label_smoothing, rows, columns
+    )
 
 
-def _backward(
-    grad_losses: Tensor,
-    grad_lse: Tensor | None,
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    bias: Tensor | None,
-    lse: Tensor,
-    ignore_index: int,
-    softcap: float,
-    chunk: int,
+def forward(kernels: Kernels, *arguments: Any) -> tuple[Tensor, ...]:
+    """`moec::linear_cross_entropy` with the given kernels."""
+    head = _head(*arguments)
+    found = statistics(head, kernels)
+    return losses_of(head, found), found.lse, found.maximum, found.total
+
+
+def backward(
+    kernels: Kernels, grad_losses: Tensor, grad_lse: Tensor | None, maximum: Tensor, total: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dtype = math_dtype(hidden.dtype)
-    grad_hidden = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
-    grad_weight = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
-    grad_bias = hidden.new_zeros(0 if bias is None else bias.shape[0], dtype=dtype)
-    matrix = _operand(weight)
-    for rows in _blocks(hidden, weight, chunk):
-        logits = _logits(hidden[rows], matrix, bias, softcap)
-        slope = None if softcap <= 0 else 1 - (logits / softcap).square_()
-        label, ignored, wrong = _targets(labels[rows], ignore_index, weight.shape[0])
-        grad = grad_losses[rows].to(dtype).masked_fill(ignored | wrong, 0).unsqueeze(1)
-        total = grad if grad_lse is None else grad + grad_lse[rows].to(dtype).masked_fill(wrong, 0).unsqueeze(1)
-        grad_logits = logits.sub_(lse[rows].unsqueeze(1)).exp_().mul_(total)
-        grad_logits.scatter_add_(1, label.unsqueeze(1), -grad)
-        if slope is not None:
-            grad_logits.mul_(slope)
-        if bias is not None:
-            grad_bias += grad_logits.sum(0)
-        operand = grad_logits.to(matrix.dtype)
-        grad_hidden[rows] = operand @ matrix
-        _add_product(grad_weight, operand.t(), hidden[rows].to(matrix.dtype))
-    bias_dtype = hidden.dtype if bias is None else bias.dtype
-    return grad_hidden, grad_weight.to(weight.dtype), grad_bias.to(bias_dtype)
+    """`moec::linear_cross_entropy_backward` with the given kernels."""
+    head = _head(*arguments)
+    of_rows = Statistics(maximum, total, maximum, maximum)
+    found = gradients(head, coefficients_of(head, of_rows, grad_losses, grad_lse), kernels)
+    bias_dtype = head.hidden.dtype if head.bias is None else head.bias.dtype
+    return found.hidden.to(head.hidden.dtype), found.weight.to(head.weight.dtype), found.bias.to(bias_dtype)
 
 
-def _fake(
+def sum_forward(
+    kernels: Kernels,
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
+    token_weights: Tensor,
+    z_weights: Tensor | None,
     bias: Tensor | None,
+    class_weights: Tensor | None,
     ignore_index: int,
+    logit_scale: float,
     softcap: float,
-    chunk: int,
-) -> tuple[Tensor, Tensor]:
-    dtype = math_dtype(hidden.dtype)
-    return hidden.new_empty(hidden.shape[0], dtype=dtype), hidden.new_empty(hidden.shape[0], dtype=dtype)
+    label_smoothing: float,
+    rows: int,
+    columns: int,
+    hidden_grad: bool,
+    weight_grad: bool,
+    grad_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`moec::linear_cross_entropy_sum` with the given kernels."""
+    head = _head(
+        hidden, weight, labels, bias, class_weights, ignore_index, logit_scale, softcap, label_smoothing, rows, columns
+    )
+    # An ignored row has no loss; its weight may still be anything.
+    tokens = token_weights.to(head.dtype).masked_fill(labels == ignore_index, 0)
+    z = None if z_weights is None else z_weights.to(head.dtype)
+    total, losses, slopes = weighted_sum(head, tokens, z, kernels, hidden_grad, weight_grad)
+    return total, losses, *slopes
+
+
+def sum_backward(
+    grad_total: Tensor,
+    losses: Tensor,
+    hidden_slope: Tensor,
+    weight_slope: Tensor,
+    bias_slope: Tensor,
+    grad_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """One rounding, from the float32 slope times the gradient of the sum."""
+    slopes = ((slope * grad_total).to(grad_dtype) for slope in (hidden_slope, weight_slope, bias_slope))
+    return *slopes, losses * grad_total  # type: ignore[return-value]
+
+
+def _fake(hidden: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return tuple(hidden.new_empty(hidden.shape[0], dtype=math_dtype(hidden.dtype)) for _ in range(4))
 
 
 def _backward_fake(
-    grad_losses: Tensor,
-    grad_lse: Tensor | None,
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    bias: Tensor | None,
-    lse: Tensor,
-    ignore_index: int,
-    softcap: float,
-    chunk: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad_losses: Tensor, grad_lse: Tensor | None, maximum: Tensor, total: Tensor, hidden: Tensor, weight: Tensor,
+    labels: Tensor, bias: Tensor | None, *rest: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     grad_bias = hidden.new_empty(0) if bias is None else bias.new_empty(bias.shape)
     return hidden.new_empty(hidden.shape), weight.new_empty(weight.shape), grad_bias
 
 
-def _blocks(hidden: Tensor, weight: Tensor, chunk: int) -> Iterator[slice]:
-    """Ranges of rows. Each holds at most half a chunk, because its logits exist twice for a moment."""
-    step = max(1, chunk // 2)
-    if hidden.device.type == "cpu":
-        step = min(step, max(MIN_ROWS, CACHED_LOGITS // max(1, weight.shape[0])))
-    return (slice(start, start + step) for start in range(0, hidden.shape[0], step))
-
-
-def _check_labels(labels: Tensor, ignore_index: int, vocabulary: int) -> None:
-    if labels.device.type != "cpu":
-        return
-    wrong = labels[(labels != ignore_index) & ((labels < 0) | (labels >= vocabulary))]
-    if wrong.numel():
-        raise IndexError(
-            f"moec::linear_cross_entropy: label {int(wrong[0])} is outside [0, V={vocabulary})"
-            f" and is not ignore_index={ignore_index}; {wrong.numel()} such labels"
-        )
-
-
-def _targets(labels: Tensor, ignore_index: int, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Labels that are safe to gather with, which of them are ignored, and which are out of range."""
-    ignored = labels == ignore_index
-    wrong = ~ignored & ((labels < 0) | (labels >= vocabulary))
-    return labels.clamp(0, max(vocabulary - 1, 0)), ignored, wrong
-
-
-def _operand(weight: Tensor) -> Tensor:
-    """The head as matmul operand: CUDA multiplies half precision into float32 results, other devices need a cast."""
-    return weight if weight.device.type == "cuda" else weight.to(math_dtype(weight.dtype))
-
-
-def _logits(hidden: Tensor, matrix: Tensor, bias: Tensor | None, softcap: float) -> Tensor:
+def _sum_fake(
+    hidden: Tensor, weight: Tensor, labels: Tensor, token_weights: Tensor, z_weights: Tensor | None,
+    bias: Tensor | None, *rest: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    *_, hidden_grad, weight_grad, _ = rest
     dtype = math_dtype(hidden.dtype)
-    logits = hidden.new_empty(hidden.shape[0], matrix.shape[0], dtype=dtype)
-    if matrix.dtype == dtype:
-        torch.mm(hidden.to(dtype), matrix.t(), out=logits)
-    else:
-        logits = torch.mm(hidden.to(matrix.dtype), matrix.t(), out_dtype=dtype)
-    if bias is not None:
-        logits += bias.to(dtype)
-    return logits.div_(softcap).tanh_().mul_(softcap) if softcap > 0 else logits
+    shapes = ((), hidden.shape[:1], hidden.shape if hidden_grad else (0,), weight.shape if weight_grad else (0,))
+    bias_shape = bias.shape if bias is not None and weight_grad else (0,)
+    return tuple(hidden.new_empty(shape, dtype=dtype) for shape in (*shapes, bias_shape))
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right with total in float32, whatever the dtype of the operands."""
-    if left.dtype == total.dtype:
-        total.addmm_(left, right)
-    else:
-        total += torch.mm(left, right, out_dtype=total.dtype)
+def _sum_backward_fake(
+    grad_total: Tensor, losses: Tensor, hidden_slope: Tensor, weight_slope: Tensor, bias_slope: Tensor,
+    grad_dtype: torch.dtype,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    slopes = (slope.new_empty(slope.shape, dtype=grad_dtype) for slope in (hidden_slope, weight_slope, bias_slope))
+    return *slopes, losses.new_empty(losses.shape)
 
+
+_HEAD = "Tensor hidden, Tensor weight, Tensor labels"
+_OPTIONS = (
+    "Tensor? bias, Tensor? class_weights, int ignore_index, float logit_scale, float softcap, float label_smoothing,"
+    " int rows, int columns"
+)
+_SHAPES = {"hidden": "N D", "weight": "V D", "labels": "N", "bias": "V", "class_weights": "V"}
+_SOURCE = "chunked head: arXiv 2410.10989, arXiv 2411.09009; z-loss: arXiv 2204.02311"
 
 define_op(
     "linear_cross_entropy",
-    "(Tensor hidden, Tensor weight, Tensor labels, Tensor? bias, int ignore_index, float softcap, int chunk)"
-    " -> (Tensor losses, Tensor lse)",
-    _forward,
+    f"({_HEAD}, {_OPTIONS}) -> (Tensor losses, Tensor lse, Tensor maximum, Tensor total)",
+    lambda *arguments: forward(REFERENCE, *arguments),
     _fake,
-    backward_schema="(Tensor grad_losses, Tensor? grad_lse, Tensor hidden, Tensor weight, Tensor labels, Tensor? bias,"
-    " Tensor lse, int ignore_index, float softcap, int chunk)"
+    backward_schema=f"(Tensor grad_losses, Tensor? grad_lse, Tensor maximum, Tensor total, {_HEAD}, {_OPTIONS})"
     " -> (Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)",
-    backward=_backward,
+    backward=lambda *arguments: backward(REFERENCE, *arguments),
     backward_fake=_backward_fake,
-    shapes={"hidden": "N D", "weight": "V D", "labels": "N", "bias": "V"},
+    shapes=_SHAPES,
     flops="2*N*V*D",
     backward_flops="6*N*V*D",
-    source="chunked head: arXiv 2410.10989, arXiv 2411.09009",
-    summary="output head and cross entropy, chunked over rows",
+    source=_SOURCE,
+    summary="output head and cross entropy per row, in chunks of rows and classes",
+)
+define_op(
+    "linear_cross_entropy_sum",
+    f"({_HEAD}, Tensor token_weights, Tensor? z_weights, {_OPTIONS}, bool hidden_grad, bool weight_grad,"
+    " ScalarType grad_dtype) -> (Tensor total, Tensor losses, Tensor hidden_slope, Tensor weight_slope,"
+    " Tensor bias_slope)",
+    lambda *arguments: sum_forward(REFERENCE, *arguments),
+    _sum_fake,
+    backward_schema="(Tensor grad_total, Tensor losses, Tensor hidden_slope, Tensor weight_slope, Tensor bias_slope,"
+    " ScalarType grad_dtype) -> (Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias, Tensor grad_token_weights)",
+    backward=sum_backward,
+    backward_fake=_sum_backward_fake,
+    shapes=_SHAPES | {"token_weights": "N", "z_weights": "N"},
+    flops="2*N*V*D*(1 + hidden_grad + weight_grad + Max(hidden_grad, weight_grad)*Min(1, floor((V - 1)/columns)))",
+    backward_flops="N*D + V*D",
+    source=_SOURCE,
+    summary="weighted sum of cross entropies through the output head, with its gradients made in the forward",
 )

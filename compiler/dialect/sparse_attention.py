@@ -146,7 +146,7 @@ def _attend_backward(
         grad_q[:, rows] = torch.matmul(grad_s, entries).mul_(scale)
         grad_entries = torch.matmul(grad_s.transpose(2, 3), queries)
         grad_entries[..., :value_dim] += torch.matmul(p.transpose(2, 3), grads)
-        grad_table.index_add_(0, slots.flatten(), grad_entries.flatten(0, 2))
+        _add_rows(grad_table, slots, grad_entries)
     return grad_q, grad_table.view(kv.shape).to(kv.dtype)
 
 
@@ -230,7 +230,7 @@ def _loss_backward(
             grad_dots.masked_fill_(dots <= 0, 0)
         grad_q[:, rows] = torch.matmul(grad_dots, entries)
         grad_entries = torch.matmul(grad_dots.transpose(2, 3), queries)
-        grad_table.index_add_(0, slots.flatten(), grad_entries.flatten(0, 2))
+        _add_rows(grad_table, slots, grad_entries)
     return grad_q, grad_table.view(k.shape).to(k.dtype), grad_w
 
 
@@ -313,6 +313,18 @@ def _slots(indices: Tensor, rows: slice, length: int) -> tuple[Tensor, Tensor]:
 def _gather(table: Tensor, slots: Tensor) -> Tensor:
     """table [B*T,D] at slots [B,t,S] -> [B,t,S,D]."""
     return table.index_select(0, slots.flatten()).view(*slots.shape, table.shape[1])
+
+
+def _add_rows(table: Tensor, slots: Tensor, rows: Tensor) -> None:
+    """Add rows [B,t,S,D] to table [B*T,D] at slots [B,t,S], each sum in the order of the rows, run after run.
+
+    On CUDA index_add_ adds in whatever order threads arrive. An accumulating index_put_ sorts the slots first, stably,
+    and sums each run of equal ones in turn; on a CPU it is the one whose threads race.
+    """
+    if table.device.type == "cuda":
+        table.index_put_((slots.flatten(),), rows.flatten(0, 2), accumulate=True)
+    else:
+        table.index_add_(0, slots.flatten(), rows.flatten(0, 2))
 
 
 def _probabilities(queries: Tensor, entries: Tensor, empty: Tensor, lse: Tensor) -> Tensor:

@@ -57,7 +57,8 @@ def test_c04_four_equal_blocks_have_two_graphs_and_eagers_gradients() -> None:
     batch = batch_for(PLAN)
     _, gradients = eager(made, batch)
     assert {name.split(".")[-2] for name, grad in gradients.items() if grad is not None} == {"a", "b"}
-    assert_equal_gradients(step.gradients(batch), gradients)
+    # The queries' gradients mostly cancel: eager's own are 1.4e-5 off those of float64.
+    assert_equal_gradients(step.gradients(batch), gradients, 3e-5)
 
 
 def test_c04_the_base_is_not_touched() -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import moec
-from moec.compiler.plan import Plan
+from moec.compiler.plan import LossPlan, Plan
 from moec.eager import EagerStep
 
 from ..spine import Language, Layer, assert_equal_gradients, batch_for, distance, mean_loss, seeded, small_k3
@@ -30,6 +30,25 @@ class Summed(Language):
         return losses.sum() / (targets != -100).sum()
 
 
+class PerToken(Language):
+    """Losses whose weights depend on themselves: the gradient is not known in the forward."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        logits, targets = self.head(self.hidden(input_ids))[:, :-1], labels[:, 1:]
+        losses = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+        return (losses * (1 + losses.detach())).sum() / (targets != -100).sum()
+
+
+class Regular(Language):
+    """Label smoothing and a z-loss, over the tokens that count."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        logits, targets = self.head(self.hidden(input_ids))[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        valid = (targets != -100).float()
+        z_loss = (logits.logsumexp(-1).square() * valid).sum() / valid.sum()
+        return nn.functional.cross_entropy(logits, targets, label_smoothing=0.1) + 0.01 * z_loss
+
+
 class Capped(Language):
     """Logits that are capped before the loss."""
 
@@ -40,12 +59,17 @@ class Capped(Language):
 
 MAKERS: dict[str, tuple[Callable[[], Any], Plan]] = {
     "fused": (lambda: seeded(Language, Layer(), Layer()), PLAN),
-    "fused in chunks": (lambda: seeded(Language, Layer(), Layer()), dataclasses.replace(PLAN, loss_chunk=5)),
+    "fused in chunks": (
+        lambda: seeded(Language, Layer(), Layer()),
+        dataclasses.replace(PLAN, loss=LossPlan(rows=5, columns=6)),
+    ),
     "not fused": (
         lambda: seeded(Language, Layer(), Layer()),
-        dataclasses.replace(PLAN, disable=("recognize_loss",)),
+        dataclasses.replace(PLAN, disable=("chunk_loss",)),
     ),
     "summed": (lambda: seeded(Summed, Layer()), PLAN),
+    "per token": (lambda: seeded(PerToken, Layer()), PLAN),
+    "z-loss and smoothing": (lambda: seeded(Regular, Layer()), PLAN),
     "capped": (lambda: seeded(Capped, Layer()), PLAN),
     "k3": (lambda: small_k3(full_attention="dsa"), PLAN),
 }

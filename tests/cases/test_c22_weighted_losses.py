@@ -63,8 +63,18 @@ def summed(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum") / 7
 
 
-FUSED = [weighted, tripled, used_twice, used_per_token_and_in_total, summed]
-WHOLE = [smoothed, with_class_weights, with_a_penalty_on_logits]
+def focal(logits: Tensor, targets: Tensor) -> Tensor:
+    losses = F.cross_entropy(logits, targets, ignore_index=-100, reduction="none")
+    return (losses * (1 - (-losses).exp())).sum()
+
+
+def with_logits_read_elsewhere(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits, targets, ignore_index=-100) + 1e-2 * logits.square().mean()
+
+
+SUMMED = [weighted, tripled, used_twice, summed, smoothed, with_class_weights, with_a_penalty_on_logits]
+PER_TOKEN = [used_per_token_and_in_total, focal]
+WHOLE = [with_logits_read_elsewhere]
 
 
 def make(loss_of: LossOf) -> WithLoss:
@@ -73,39 +83,48 @@ def make(loss_of: LossOf) -> WithLoss:
     return model
 
 
-@pytest.mark.parametrize("loss_of", [*FUSED, *WHOLE])
+@pytest.mark.parametrize("loss_of", [*SUMMED, *PER_TOKEN, *WHOLE])
 def test_c22_loss_and_gradients_are_eagers(loss_of: LossOf) -> None:
     model, batch = make(loss_of), batch_for(PLAN)
     loss, gradients = eager(model, batch)
     step = moec.compile(model, PLAN)
     assert distance(step.loss(batch)["lm_loss"], loss) <= 1e-6
     assert_equal_gradients(step.gradients(batch), gradients)
-    assert ("moec.linear_cross_entropy" in step.source) == (loss_of in FUSED)
+    assert ("moec.linear_cross_entropy_sum(" in step.source) == (loss_of in SUMMED)
+    assert ("moec.linear_cross_entropy(" in step.source) == (loss_of in PER_TOKEN)
 
 
 @pytest.mark.parametrize("loss_of", WHOLE)
 def test_c22_a_loss_that_is_not_fused_says_why(loss_of: LossOf) -> None:
     log = moec.compile(make(loss_of), PLAN).log
-    misses = [miss for r in log.records if r.name == "recognize_loss" for miss in r.near_misses]
+    misses = [miss for r in log.records if r.name == "chunk_loss" for miss in r.near_misses]
     assert misses, "a near miss with its reason"
     assert misses[0].reason
 
 
-def test_c22_a_head_that_forgets_the_weight_of_its_tokens_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a fused head does that computes its gradients in the forward pass, for a mean."""
-    model, batch = make(weighted), batch_for(PLAN)
+@pytest.mark.parametrize(("loss_of", "op"), [(weighted, "linear_cross_entropy_sum"), (focal, "linear_cross_entropy")])
+def test_c22_a_head_that_forgets_the_weight_of_its_tokens_is_seen(
+    loss_of: LossOf, op: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a fused head does that computes its gradients in the forward pass, as if for a mean."""
+    model, batch = make(loss_of), batch_for(PLAN)
     _, gradients = eager(model, batch)
     step = moec.compile(model, PLAN)
-    original = torch.ops.moec.linear_cross_entropy_backward
 
     class Forgetful:
-        """`moec` as the program sees it, with gradients of one for every token."""
+        """`moec` as the program sees it, with one weight for every token."""
 
         def __getattr__(self, name: str) -> object:
-            if name != "linear_cross_entropy_backward":
-                return getattr(torch.ops.moec, name)
-            return lambda grad, **rest: original(torch.full_like(grad, 1 / grad.numel()).contiguous(), **rest)
+            original = getattr(torch.ops.moec, name)
+            if name == "linear_cross_entropy_sum":
+                return lambda hidden, weight, labels, tokens, **rest: original(
+                    hidden, weight, labels, torch.ones_like(tokens), **rest
+                )
+            if name == "linear_cross_entropy_backward":
+                return lambda grad, **rest: original(torch.full_like(grad, 1 / grad.numel()).contiguous(), **rest)
+            return original
 
+    assert f"moec.{op}(" in step.source
     monkeypatch.setattr(step.program, "moec", Forgetful())
     with pytest.raises(AssertionError):
         assert_equal_gradients(step.gradients(batch), gradients)

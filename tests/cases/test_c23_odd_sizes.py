@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import moec
 from moec.compiler import dialect
-from moec.compiler.plan import Plan
+from moec.compiler.plan import LossPlan, Plan
 
+from ..dialect.checks import assert_close, value_and_grads
+from ..dialect.test_loss_shards import sharded_loss
 from ..spine import assert_equal_gradients, batch_for, distance, eager, mean_loss, seeded
 
 VOCABULARY, WIDTH, EXPERTS = 513, 60, 6
@@ -44,7 +47,7 @@ class Model(nn.Module):
 
 
 def test_c23_odd_sizes_are_eagers() -> None:
-    plan = Plan(batch=3, length=7, loss_chunk=5)
+    plan = Plan(batch=3, length=7, loss=LossPlan(rows=5, columns=100))
     model = seeded(Model)
     batch = batch_for(plan)
     batch["input_ids"][:, 1] = batch["labels"][:, 1] = VOCABULARY - 1
@@ -54,3 +57,18 @@ def test_c23_odd_sizes_are_eagers() -> None:
     assert_equal_gradients(step.gradients(batch), gradients)
     assert gradients["embed.weight"] is not None
     assert gradients["embed.weight"][VOCABULARY - 1].any(), "the last row takes part"
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_c23_a_vocabulary_of_513_over_ranks(ranks: int) -> None:
+    """Shards of uneven size give the loss and the gradients of the whole on every (simulated) rank."""
+    generator = torch.Generator().manual_seed(2)
+    hidden, weight = (torch.randn(rows, WIDTH, generator=generator).double() / 4 for rows in (9, VOCABULARY))
+    labels = torch.tensor([0, VOCABULARY - 1, 128, 129, 256, 257, 384, 385, -100])
+    sizes = [part.shape[0] for part in weight.tensor_split(ranks)]
+    assert len(set(sizes)) == 2
+    inputs = [hidden, weight]
+    whole = value_and_grads(lambda h, w: nn.functional.cross_entropy(h @ w.t(), labels, reduction="none"), inputs)
+    for rank in range(ranks):
+        found = value_and_grads(lambda h, w, r=rank: sharded_loss([h, w], labels, sizes)[r], inputs)
+        assert_close(found, whole)

@@ -168,3 +168,28 @@ def test_a_write_into_a_detached_value_is_taken() -> None:
 
     module, carrying = exported(Case(function))
     inline_grad_modes(module, carrying)
+
+
+def test_constants_of_a_sub_graph_come_along() -> None:
+    """torch.export lifts constants out of sub-graphs, and the bodies of other ops stay there: both are attributes."""
+    found = Case(results_are_detached)
+    module, carrying = exported(found)
+    (call,) = [node for node in module.graph.nodes if "wrap_with" in str(node.target)]
+    inner: fx.GraphModule = getattr(module, call.args[1].target)
+    inner.factor, module.factor_inlined = torch.tensor(3.0), torch.tensor(5.0)
+    (mean,) = inner.graph.find_nodes(op="call_function", target=torch.ops.aten.mean.default)
+    with inner.graph.inserting_after(mean):
+        factor = inner.graph.get_attr("factor")
+    with inner.graph.inserting_after(factor):
+        tripled = inner.graph.call_function(torch.ops.aten.mul.Tensor, (mean, factor))
+    mean.replace_all_uses_with(tripled, delete_user_cb=lambda user: user is not tripled)
+    inline_grad_modes(module, carrying)
+    assert module.factor_inlined == 5.0, "what the outer module has under the name stays"
+    module.graph.lint()
+    module.recompile()
+    x = torch.randn(3, 4)
+    weight = found.weight.detach()
+    (result,) = module(weight, found.mean, found.count, x) if len(carrying) == 2 else module(x)
+    product = x @ weight
+    wanted = x * (3 * product.square().mean()) + product.argmax(-1).unsqueeze(-1) * weight.sum()
+    torch.testing.assert_close(result, wanted)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 
 from moec.compiler.errors import PlanError
-from moec.compiler.plan import MeshPlan, OptimizerPlan, Plan
+from moec.compiler.plan import LossPlan, MeshPlan, OptimizerPlan, Plan
 
 FULL = Plan(
     batch=3,
@@ -22,7 +22,7 @@ FULL = Plan(
     dynamic="length",
     min_length=16,
     recompute=("layers.*.mlp", "*"),
-    loss_chunk=128,
+    loss=LossPlan(memory="64MiB", rows=128, columns=1000),
     optimizer=OptimizerPlan(lr=1e-3, betas=(0.8, 0.99), schedule="constant", warmup_steps=7, total_steps=90),
     mesh=MeshPlan(fsdp=4, ep=2, gather="keep", prefetch=2, reduce_dtype="bfloat16", capacity=1.5, overflow="drop"),
     disable=("recognize_norm",),
@@ -103,6 +103,12 @@ def test_override_reaches_nested_fields_and_lists() -> None:
         ("dynamic: batch", "plan.dynamic", "one of length"),
         ("{dynamic: length, length: 8, min_length: 8}", "plan.min_length", "2 <= min_length < length"),
         ("{dynamic: length, length: 8, min_length: 1}", "plan.min_length", "2 <= min_length < length"),
+        ("loss: {memory: 1.25}", "plan.loss.memory", "text"),
+        ("loss: {memory: 1.25GB}", "plan.loss.memory", "'1.25GB' is not a size in bytes such as 1.25GiB"),
+        ("loss: {memory: 0.5B}", "plan.loss.memory", "at least 1B"),
+        ("loss: {rows: 0}", "plan.loss.rows", "at least 1"),
+        ("loss: {columns: -1}", "plan.loss.columns", "at least 1"),
+        ("loss_chunk: 128", "plan.loss_chunk", "did you mean loss"),
         ("optimizer: {lr: -1}", "plan.optimizer.lr", "at least 0"),
         ("optimizer: {betas: [0.9]}", "plan.optimizer.betas", "a list of 2"),
         ("optimizer: {betas: [0.9, 1]}", "plan.optimizer.betas", "[0, 1)"),

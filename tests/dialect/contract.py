@@ -97,7 +97,8 @@ def run(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Outputs, and gradients of the arguments that require them, for incoming gradients grad_of(output)."""
     out = list(_tuple(function(*args)))
-    grads = torch.autograd.grad(out, leaves_of(args), [grad_of(value) for value in out])
+    wanted = [value for value in out if value.requires_grad]
+    grads = torch.autograd.grad(wanted, leaves_of(args), [grad_of(value) for value in wanted])
     return [value.detach() for value in out], list(grads)
 
 

@@ -438,3 +438,19 @@ def test_cuda_equals_cpu() -> None:
 
     losses = [value_and_grads(lambda *x, d=device: kl(d, *x), indexer(64)) for device in ("cpu", "cuda")]
     assert max(relative_error(a, b) for a, b in zip(*losses, strict=True)) < 1e-12
+
+
+@pytest.mark.gpu
+def test_cuda_gradients_are_the_same_in_every_run() -> None:
+    """Every key is chosen by many queries, and all their gradients are added up."""
+    length = 512
+    indices = choose(32, length=length).cuda()
+    q, kv = (x.float().cuda() for x in main(length))
+    lse = attend([q, kv], indices)[1]
+
+    def both(*x: Tensor) -> list[Tensor]:
+        return [*attend(x[:2], indices), dialect.indexer_loss(*x[2:], indices, q, kv, lse, scale=SCALE)]
+
+    inputs = [q, kv, *(x.float().cuda() for x in indexer(length))]
+    runs = [value_and_grads(both, inputs) for _ in range(5)]
+    assert all(a.equal(b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))

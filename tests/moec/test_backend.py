@@ -315,7 +315,7 @@ def test_passes_can_be_left_out() -> None:
     [
         ({"accumulation": 2}, "the moec backend has no option accumulation"),
         ({"disable": ["recognise"]}, "recognise, which is no pass"),
-        ({"loss_chunk": 0}, "plan field loss_chunk is 0"),
+        ({"loss": {"rows": 0}}, "plan field loss.rows is 0"),
         ({"log": 3}, "option log is a int"),
     ],
 )

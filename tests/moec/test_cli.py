@@ -120,8 +120,8 @@ def test_inspect_shows_a_stage_a_difference_and_a_pass(artifact: Path) -> None:
     assert "--- captured/" in difference
     assert "+++ fused/" in difference
     assert run("inspect", artifact, "--diff", "fused", "fused").stdout == "the graphs are equal\n"
-    text = run("inspect", artifact, "--pass", "recognize_loss").stdout
-    assert "recognize_loss on model" in text
+    text = run("inspect", artifact, "--pass", "chunk_loss").stdout
+    assert "chunk_loss on model" in text
     assert "matched" in text
 
 
@@ -144,7 +144,10 @@ def test_names_are_never_cut_off(artifact: Path, columns: int | None) -> None:
     [
         (["inspect", "ARTIFACT", "--stage", "fussed"], "no stage 'fussed'"),
         (["inspect", "ARTIFACT", "--stage", "fussed"], "did you mean fused?"),
-        (["inspect", "ARTIFACT", "--pass", "recognise_loss"], "did you mean recognize_loss?"),
+        (["inspect", "ARTIFACT", "--pass", "chunk_los"], "did you mean chunk_loss?"),
+        (["inspect", "none"], "none has no fingerprint.json"),
+        (["inspect", "none", "--stage", "fused"], "none has no graphs"),
+        (["inspect", "none", "--pass", "fuse_kda"], "none has no log.jsonl"),
         (["compile", "k3-tinny", "--out", "OUT"], "did you mean k3-tiny"),
         (["compile", FACTORY, "--out", "OUT", "--set", "lenght=3"], "unknown plan field lenght"),
         (["compile", FACTORY, "--out", "OUT", "--set", "length"], "'length' is not field=value"),

@@ -219,6 +219,13 @@ def test_an_edited_program_is_resumed_and_noted(stopped: Path, text: Path) -> No
     assert program.read_text().endswith("# read me\n")
 
 
+def test_a_runs_folder_is_not_taken_for_its_artefact(straight: Path) -> None:
+    for more in ([], ["--stage", "fused"], ["--pass", "normalize"]):
+        result = run("inspect", straight, *more)
+        assert result.exit_code == 2
+        assert f"the artefact of this run is {straight}/artifact" in said(result)
+
+
 def test_nothing_to_resume_is_an_error(text: Path, tmp_path: Path) -> None:
     result = train(text, tmp_path / "none", 1, "--resume")
     assert result.exit_code == 2

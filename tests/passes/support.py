@@ -27,15 +27,21 @@ def unit_of(module: nn.Module, *args: Any, name: str = "unit", dynamic_shapes: A
     kinds = {"PARAMETER": "weight", "BUFFER": "buffer", "USER_INPUT": "input"}
     inputs = []
     parameters = dict(module.named_parameters(remove_duplicate=False))
+    floats = {node.name for node in exported.graph.find_nodes(op="placeholder") if _is_floating(node.meta.get("val"))}
     for spec in exported.graph_signature.input_specs:
         kind = kinds[spec.kind.name]
-        grad = kind == "weight" and parameters[str(spec.target)].requires_grad
+        trained = kind == "weight" and parameters[str(spec.target)].requires_grad
+        grad = trained or (kind == "input" and spec.arg.name in floats)
         inputs.append(InputValue(kind, str(spec.target or spec.arg.name), grad))
     count = len(exported.graph_module.graph.output_node().args[0])
     outputs = tuple(OutputValue("result", f"result{index}") for index in range(count))
     unit = Unit(name, exported.graph_module, Signature(tuple(inputs), outputs))
     inline_grad_modes(unit.module, [node for node, value in unit.placeholders() if value.requires_grad])
     return unit
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def run_unit(unit: Unit, module: nn.Module, args: Sequence[Any]) -> tuple[list[Tensor], dict[str, Tensor | None]]:
@@ -66,15 +72,24 @@ def _distance(result: Tensor) -> Tensor:
     return (result.double() - fixed).square().sum()
 
 
-def apply(passes: Sequence[Pass], unit: Unit) -> list[Report]:
-    """Run passes over one unit as the pipeline does; returns their reports."""
+def apply(passes: Sequence[Pass], unit: Unit, *, documents: bool = True) -> list[Report]:
+    """Run passes over one unit as the pipeline does; returns their reports.
+
+    documents: whether inputs [B, T] of whole numbers are document ids, as in a capture.
+    """
     reports = []
+    context = PassContext(documents={unit.name: _tables(unit) if documents else ()})
     for step in passes:
-        reports.append(step.run(unit, PassContext()))
+        reports.append(step.run(unit, context))
         unit.graph.eliminate_dead_code()
         unit.graph.lint()
         unit.module.recompile()
     return reports
+
+
+def _tables(unit: Unit) -> list[str]:
+    values = [(value, node.meta.get("val")) for node, value in unit.placeholders() if value.kind == "input"]
+    return [v.name for v, t in values if isinstance(t, Tensor) and t.dim() == 2 and not t.is_floating_point()]
 
 
 def check(

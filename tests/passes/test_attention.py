@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moec.passes.fuse_attention_gate import FuseAttentionGate
+from moec.passes.normalize import Normalize
 from moec.passes.recognize_attention import RecognizeAttention
 
-from .support import Call, assert_golden, check, counts, graph_text, reasons, what
+from .support import Call, apply, assert_golden, check, counts, graph_text, reasons, unit_of, what
 
 B, T, H, G, D, V = 2, 5, 4, 2, 6, 3
 IDS = torch.tensor([[0, 0, 1, 1, 1], [0, 0, 0, 0, 1]])
@@ -92,6 +93,16 @@ def test_documents() -> None:
     unit, report = check(RecognizeAttention(), Call(function), *_inputs(), IDS)
     assert what(report) == ["attention of 4 heads: causal, by document"]
     assert not unit.graph.find_nodes(op="call_function", target=torch.ops.aten.eq.Tensor)
+
+
+def test_a_table_that_may_fall_is_no_document_id() -> None:
+    def function(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+        return SDPA(*(x.transpose(1, 2) for x in (q, k, v)), attn_mask=_visible(ids)).transpose(1, 2)
+
+    unit = unit_of(Call(function), *_inputs(), IDS)
+    _, report = apply([Normalize(), RecognizeAttention()], unit, documents=False)
+    assert not counts(unit)
+    assert "are not provably consecutive" in reasons(report)[0]
 
 
 def _repeat_expand(x: Tensor) -> Tensor:

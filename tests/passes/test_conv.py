@@ -105,6 +105,13 @@ def test_sum_over_taps_of_any_length() -> None:
     torch.testing.assert_close(unit.module(module.weight, x, ids)[0], module(x, ids))
 
 
+def test_a_table_that_may_fall_is_no_document_id() -> None:
+    unit = unit_of(ShortConv(C, W), torch.randn(2, T, C), DOCUMENTS)
+    _, report = apply([Normalize(), RecognizeConv()], unit, documents=False)
+    assert not counts(unit)
+    assert any("are not provably consecutive" in reason for reason in reasons(report))
+
+
 def _one_tap_missing(x: Tensor, w: Tensor) -> Tensor:
     return x * w[:, 2] + F.pad(x, (0, 0, 2, 0))[:, :T] * w[:, 0]
 

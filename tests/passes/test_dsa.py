@@ -129,6 +129,13 @@ def test_a_mask_that_is_not_causal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "is not provably causal" in "\n".join(reasons(report))
 
 
+def test_a_table_that_may_fall_is_no_document_id() -> None:
+    unit = unit_of(_layer(), _x(), IDS)
+    _, report = apply([Normalize(), FuseDsa()], unit, documents=False)
+    assert not counts(unit)
+    assert "are not provably consecutive" in "\n".join(reasons(report))
+
+
 def test_indices_for_a_dense_mask() -> None:
     """As transformers' GLM: the selected keys become a mask of ordinary attention."""
 

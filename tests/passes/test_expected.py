@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moec.compiler.capture import capture
+from moec.compiler.document_inputs import document_inputs
 from moec.compiler.graph import Unit
 from moec.compiler.pass_manager import Pass, PassContext, Report
 from moec.compiler.plan import Plan
@@ -48,12 +49,13 @@ def _walk(name: str) -> list[tuple[str, str, Report, str, str]]:
 
         model = from_config(tiny_config(name)).train()
     program = capture(training_view(model, PLAN), PLAN, example_inputs(model, PLAN)).program
-    return [row for step in SEMANTIC_PASSES for unit in program.units.values() for row in _run(step, unit)]
+    context = PassContext(plan=PLAN, documents=document_inputs(program))
+    return [row for step in SEMANTIC_PASSES for unit in program.units.values() for row in _run(step, unit, context)]
 
 
-def _run(step: Pass, unit: Unit) -> Iterator[tuple[str, str, Report, str, str]]:
+def _run(step: Pass, unit: Unit, context: PassContext) -> Iterator[tuple[str, str, Report, str, str]]:
     before = step.expected(unit)
-    report = step.run(unit, PassContext(plan=PLAN))
+    report = step.run(unit, context)
     unit.graph.eliminate_dead_code()
     yield step.name, unit.name, report, before, step.expected(unit)
 

@@ -65,8 +65,10 @@ def test_bfloat16_and_float64() -> None:
 class DeltaNet(nn.Module):
     """As transformers' Qwen3-Next: one convolution over [q | k | v], a decay per head, a SiLU gate after the norm.
 
-    `change` replaces one of the operands, by name, on the way.
+    `change` replaces one of the operands, by name, on the way. gates_itself: the output is its own gate.
     """
+
+    gates_itself = False
 
     def __init__(self, change: dict[str, Callable[[Tensor], Tensor]] | None = None) -> None:
         super().__init__()
@@ -89,7 +91,8 @@ class DeltaNet(nn.Module):
         q, k = (self._unit(y.reshape(B, T, -1, K)) for y in (q, k))
         beta = self._changed("beta", b.sigmoid())
         o, _ = dialect.delta_rule(q, self._changed("k", k), v.reshape(B, T, -1, V), g, beta, None, None, 0.5)
-        o, z = self._changed("o", o).reshape(-1, V), z.reshape(-1, V)
+        o, z = self._changed("o", o).reshape(-1, V), self._changed("z", z).reshape(-1, V)
+        z = o if self.gates_itself else z
         o = self.norm * (o * torch.rsqrt(o.pow(2).mean(-1, keepdim=True) + 1e-6)) * F.silu(z)
         return o.reshape(B, T, -1)
 
@@ -141,6 +144,23 @@ def test_without_a_norm_the_output_is_raw() -> None:
     unit, report = _fused(DeltaNet({"o": torch.sin}), torch.randn(B, T, D))
     assert counts(unit) == {"kda": 1, "gated_norm": 1}
     assert what(report) == ["kda of 2 to 4 heads: softplus decay per head, convolutions"]
+
+
+def test_an_output_that_gates_itself_keeps_its_norm_outside() -> None:
+    class Itself(DeltaNet):
+        gates_itself = True
+
+    unit, report = _fused(Itself(), torch.randn(B, T, D))
+    assert counts(unit) == {"kda": 1, "gated_norm": 1}
+    assert what(report) == ["kda of 2 to 4 heads: softplus decay per head, convolutions"]
+
+
+def test_a_norm_in_another_dtype_stays_outside() -> None:
+    wide = DeltaNet({"o": Tensor.float, "z": Tensor.float}).bfloat16()
+    wide.norm = nn.Parameter(torch.ones(V))
+    unit, report = _fused(wide, torch.randn(B, T, D).bfloat16(), bound=6e-2)
+    assert counts(unit) == {"kda": 1, "gated_norm": 1}
+    assert not report.near_misses
 
 
 @pytest.mark.parametrize(

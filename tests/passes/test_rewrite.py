@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from moec.compiler.graph import module_path
-from moec.compiler.matching import Match
+from moec.compiler.matching import Failure, Match
 from moec.compiler.nodes import aten
 from moec.compiler.pass_manager import Report
 from moec.compiler.pattern import anything, item, op, var
 from moec.passes.normalize import Normalize
-from moec.passes.rewrite import Refused, Rewriter, Rule, Sign, apply_rules
+from moec.passes.rewrite import Finder, Refused, Rewriter, Rule, Sign, apply_rules
 
-from .support import Call, apply, reasons, unit_of
+from .support import Call, apply, graph_text, reasons, unit_of
 
 MUL = aten("mul.Tensor")
 
@@ -222,3 +222,50 @@ def test_unknown_values_stay_unknown() -> None:
     graph.output((root,))
     node = Rewriter(graph, [root], root).call(torch.ops.aten.square.default, x)
     assert node.meta["val"] is None
+
+
+def _two_results(good: bool) -> Finder:
+    """topk becomes sort, whose second result is then refused: for another shape, or a dtype that cannot be rounded."""
+
+    def find(root: torch.fx.Node) -> Match | Failure:
+        return Match(root, {}, (root,))
+
+    def rewrite(found: Match, rewriter: Rewriter) -> str:
+        values, indices = sorted(found.root.users)
+        new = rewriter.call(torch.ops.aten.sort.default, found.root.args[0])
+        rewriter.replace(values, rewriter.call(operator.getitem, new, 0))
+        second = rewriter.call(operator.getitem, new, 1)
+        rewriter.replace(indices, second if good else rewriter.call(torch.ops.aten.to.dtype, second, torch.int32))
+        return "sorted"
+
+    return Finder("two", aten("topk.default"), find, rewrite)
+
+
+@pytest.mark.parametrize("good", [True, False])
+def test_a_rewrite_is_made_whole_or_not_at_all(good: bool) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        values, indices = x.topk(3)
+        return values * 2 + indices
+
+    unit, report = unit_of(Call(function), torch.randn(3)), Report()
+    before = graph_text(unit)
+    apply_rules(unit, [_two_results(good)], report, [Sign("two", op(aten("topk.default"), *[anything()] * 5), "")])
+    unit.graph.lint()
+    assert (graph_text(unit) == before) == (not good)
+    assert [match.what for match in report.matches] == (["sorted"] if good else [])
+    if not good:
+        assert reasons(report) == ["two: the result is int64, the op would give int32"]
+
+
+def test_what_follows_a_rewrite_waits_for_it() -> None:
+    seen: list[bool] = []
+
+    def rewrite(found: Match, rewriter: Rewriter) -> str:
+        new = rewriter.call(torch.ops.aten.exp.default, found["x"])
+        rewriter.then(lambda: seen.append(bool(new.users)))
+        rewriter.replace(found.root, new)
+        return "exp"
+
+    unit, report = unit_of(Call(lambda x: x.sin()), torch.randn(3)), Report()
+    apply_rules(unit, [Rule("exp", op(aten("sin.default"), var("x")), rewrite)], report)
+    assert seen == [True]

@@ -110,7 +110,7 @@ def test_mix_norm_head_and_loss() -> None:
     args = (*_hidden(width).tensor_split(1), _hidden(width) * 2, _hidden(width) - 1, torch.randint(0, 300, (2, 12)))
     unit = unit_of(ends, *args)
     apply(SEMANTIC_PASSES, unit)
-    assert counts(unit) == {"depth_mix": 1, "rms_norm": 1, "linear_cross_entropy": 1}
+    assert counts(unit) == {"depth_mix": 1, "rms_norm": 1, "linear_cross_entropy_sum": 1}
 
 
 def test_the_same_graph_gives_the_same_text() -> None:
@@ -161,7 +161,7 @@ def test_transformers_models(name: str) -> None:
     positions = torch.arange(10).expand(2, 10).clone()
     unit, reports = _passed(module, ids, positions)
     found = Counter(counts(unit))
-    assert found["linear_cross_entropy"] == 1
+    assert found["linear_cross_entropy_sum"] == 1
     assert {op: found[op] for op in HUGGING_FACE[name]} == HUGGING_FACE[name]
     assert found["rms_norm"] >= 5
     reasons = [miss.reason for report in reports for miss in report.near_misses if miss.what == "attention"]
@@ -205,4 +205,4 @@ def test_linear_attention_of_transformers(name: str) -> None:
     for unit_name, expected in LAYERS[name].items():
         (match,) = [name for name in found if name.startswith(unit_name)]
         assert {op: found[match].get(op, 0) for op in expected} == expected
-    assert found["model"]["linear_cross_entropy"] == 1
+    assert found["model"]["linear_cross_entropy_sum"] == 1

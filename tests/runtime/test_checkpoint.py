@@ -145,6 +145,20 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path, monkeypatch: p
     assert latest_checkpoint(tmp_path) == good
 
 
+def test_an_interrupt_while_saving_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = toy_step()
+    good = _save(tmp_path, step)
+
+    def interrupt(*args: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    step.state.step = 1
+    monkeypatch.setattr(dcp.FileSystemWriter, "write_data", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        _save(tmp_path, step)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [LATEST, good.name]
+
+
 def test_c32_missing_and_left_over_names_are_errors(tmp_path: Path) -> None:
     def state(*names: str) -> StepState:
         return StepState({name: torch.zeros(2) for name in names}, {}, ())
