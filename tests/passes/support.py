@@ -16,9 +16,13 @@ from torch import Tensor, nn
 from moec.compiler.grad_modes import inline_grad_modes
 from moec.compiler.graph import InputValue, OutputValue, Signature, Unit, op_histogram
 from moec.compiler.pass_manager import Pass, PassContext, Report
+from moec.passes import SEMANTIC_PASSES
 from moec.passes.normalize import Normalize
 
 GOLDEN = Path(__file__).parent / "golden"
+
+ONE_RANK = tuple(step for step in SEMANTIC_PASSES if step.name != "shard_experts")
+"""The semantic passes for a plan of one rank."""
 
 
 def unit_of(module: nn.Module, *args: Any, name: str = "unit", dynamic_shapes: Any = None) -> Unit:

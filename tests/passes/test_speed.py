@@ -14,7 +14,7 @@ from moec.models.k3.config import K3Config
 from moec.models.k3.kda import KDA
 from moec.models.k3.mla import MLA
 from moec.models.k3.moe import LatentMoE
-from moec.passes import SEMANTIC_PASSES
+from tests.passes.support import ONE_RANK
 
 from .support import unit_of
 
@@ -71,7 +71,7 @@ def test_ten_thousand_nodes() -> None:
     unit = _repeated(once, -(-NODES // size))
     assert len(unit.graph.nodes) >= NODES * 0.9
     took = {}
-    for step in SEMANTIC_PASSES:
+    for step in ONE_RANK:
         took[step.name] = _seconds(step, unit)
         unit.graph.eliminate_dead_code()
     # A pass takes well under a second on an idle core; quadratic time would be minutes.

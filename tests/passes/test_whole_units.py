@@ -18,7 +18,7 @@ from moec.models import build
 from moec.models.adapters import training_view
 from moec.models.k3.layer import Layer
 from moec.models.k3.model import K3Model
-from moec.passes import SEMANTIC_PASSES
+from tests.passes.support import ONE_RANK
 
 from .support import apply, compare, counts, graph_text, run_unit, unit_of
 
@@ -47,7 +47,7 @@ def _hidden(width: int) -> Tensor:
 def _passed(module: nn.Module, *args: Tensor) -> tuple[Unit, list[Report]]:
     unit = unit_of(module, *args)
     wanted = run_unit(unit, module, args)
-    reports = apply(SEMANTIC_PASSES, unit)
+    reports = apply(ONE_RANK, unit)
     compare(run_unit(unit, module, args), wanted, bound=1e-5)
     return unit, reports
 
@@ -84,7 +84,7 @@ def test_routing_counts_do_not_disturb_the_route() -> None:
     layer = copy.deepcopy(_layer("k3-tiny", "kda").feed_forward)
     layer.mlp.router.balancing = True
     unit = unit_of(layer, _hidden(_model("k3-tiny").config.hidden_size))
-    apply(SEMANTIC_PASSES, unit)
+    apply(ONE_RANK, unit)
     assert counts(unit) == ROUTED | {"route_histogram": 1}
 
 
@@ -109,7 +109,7 @@ def test_mix_norm_head_and_loss() -> None:
     ends = Ends(model)
     args = (*_hidden(width).tensor_split(1), _hidden(width) * 2, _hidden(width) - 1, torch.randint(0, 300, (2, 12)))
     unit = unit_of(ends, *args)
-    apply(SEMANTIC_PASSES, unit)
+    apply(ONE_RANK, unit)
     assert counts(unit) == {"depth_mix": 1, "rms_norm": 1, "linear_cross_entropy_sum": 1}
 
 
@@ -119,10 +119,10 @@ def test_the_same_graph_gives_the_same_text() -> None:
     texts = []
     for _ in range(2):
         unit = unit_of(layer, *args)
-        apply(SEMANTIC_PASSES, unit)
+        apply(ONE_RANK, unit)
         texts.append(graph_text(unit))
     assert texts[0] == texts[1]
-    apply(SEMANTIC_PASSES, unit)
+    apply(ONE_RANK, unit)
     assert graph_text(unit) == texts[0], "the passes are not idempotent"
 
 
@@ -200,7 +200,7 @@ def test_linear_attention_of_transformers(name: str) -> None:
     units = capture(training_view(model, plan), plan, inputs).program.units  # type: ignore[arg-type]
     found = {}
     for unit in units.values():
-        apply(SEMANTIC_PASSES, unit)
+        apply(ONE_RANK, unit)
         found[unit.name] = counts(unit)
     for unit_name, expected in LAYERS[name].items():
         (match,) = [name for name in found if name.startswith(unit_name)]
