@@ -30,6 +30,7 @@ FORMS: dict[str, dict[str, Any]] = {
         "columns": 40,
     },
     "smoothing": {"smoothing": 0.2, "columns": 40},
+    "negative scale": {"logit_scale": -0.6, "bias": True, "columns": 64},
     "no label": {"ignored": "all", "smoothing": 0.1},
     "wrong label": {"wrong": True},
 }  # fmt: skip
