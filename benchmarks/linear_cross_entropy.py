@@ -66,7 +66,8 @@ def _probe(options: argparse.Namespace) -> None:
 
 
 def ours(rows: int | None = None) -> Loss:
-    return lambda x, w, y: moec.linear_cross_entropy(x, w, y, rows=rows)
+    columns = None if rows is None else CLASSES
+    return lambda x, w, y: moec.linear_cross_entropy(x, w, y, rows=rows, columns=columns)
 
 
 def eager(x: Tensor, w: Tensor, y: Tensor) -> Tensor:

@@ -1,7 +1,6 @@
 """Kernels over the logits of one chunk: one program per row, blocks of classes one after the other.
 
-1. `loss_statistics`: maximum, sum of exponentials, label's logit and weighted sum of a row, carried on from those in
-   memory.
+1. `loss_statistics`: maximum, sum of exponentials, label's logit and weighted sum of a row, carried on from memory.
 2. `loss_gradient`: the gradient of x in the place of the product, from coefficients per row.
 3. `loss_both`: the two in one program, for a chunk of all classes. The second pass goes backwards, because the end of
    the row is what a cache still holds.
@@ -9,6 +8,13 @@
 
 Logits are read and written in their own dtype, everything else is float32. A row whose gradient is zero is not read for
 it, and an ignored row not at all. Offsets of rows are 64 bits wide.
+
+A row is bound by instructions and barriers before it is bound by bytes:
+- An element costs one multiply-add, one 2^x and one addition: its exponential is 2^(k v - shift). v is the product (and
+  bias) while z is a positive multiple of it, and z itself otherwise; k is that multiple times log2(e).
+- A block is lanes of `WIDE` neighbouring classes, which one thread holds. Every lane keeps a maximum (as a shift) and a
+  sum of its own, so that threads meet only at the end of the row.
+- Only the block that holds the label looks for it.
 """
 
 from __future__ import annotations
@@ -16,73 +22,140 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+WIDE = tl.constexpr(8)
+LEAST = tl.constexpr(-3.4028234663852886e38)
+# How z comes from the product: a positive multiple of it, any multiple, or a capped one.
+POSITIVE, ANY, CAPPED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
 
 @triton.jit
-def _logits(x, bias, columns, inside, scale, softcap, HAS_BIAS: tl.constexpr, CAPPED: tl.constexpr):
-    """z of a block, -inf outside of the row."""
-    z = x.to(tl.float32)
+def _values(x, bias, columns, inside, scale, softcap, HAS_BIAS: tl.constexpr, FORM: tl.constexpr):
+    """v of a block."""
+    v = x.to(tl.float32)
     if HAS_BIAS:
-        z += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
-    z *= scale
-    if CAPPED:
-        z = softcap * (2 * tl.sigmoid(2 * (z / softcap)) - 1)
-    return tl.where(inside, z, float("-inf"))
+        v += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+    if FORM == ANY:
+        v *= scale
+    if FORM == CAPPED:
+        v = softcap * (2 * tl.sigmoid(2 * scale / softcap * v) - 1)
+    return v
+
+
+@triton.jit
+def _read_block(
+    row, start, count, bias, class_weights, label, scale, softcap, factor, shift, total, target, weighted,
+    HAS_BIAS: tl.constexpr, FORM: tl.constexpr, SMOOTHED: tl.constexpr, CLASS_WEIGHTS: tl.constexpr,
+    WHOLE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One more block; shift, total and weighted belong to lanes."""
+    columns = start + WIDE * tl.arange(0, BLOCK // WIDE)[:, None] + tl.arange(0, WIDE)[None, :]
+    inside = columns < count
+    if WHOLE:
+        x = tl.load(row + columns, eviction_policy="evict_last")
+    else:
+        x = tl.load(row + columns, mask=inside, other=0.0, eviction_policy="evict_last")
+    v = _values(x, bias, columns, inside, scale, softcap, HAS_BIAS, FORM)
+    if not WHOLE:
+        v = tl.where(inside, v, float("-inf"))
+    larger = tl.maximum(shift, tl.max(v, 1) * (factor * LOG2E))
+    exponentials = tl.exp2(v * (factor * LOG2E) - larger[:, None])
+    total = total * tl.exp2(shift - larger) + tl.sum(exponentials, 1)
+    if (label >= start) & (label < start + BLOCK):
+        target += tl.sum(tl.sum(tl.where(columns == label, v, 0.0), 1), 0) * factor
+    if SMOOTHED:
+        part = v * factor
+        if not WHOLE:
+            part = tl.where(inside, part, 0.0)
+        if CLASS_WEIGHTS:
+            part *= tl.load(class_weights + columns, mask=inside, other=0.0).to(tl.float32)
+        weighted += tl.sum(part, 1)
+    return larger, total, target, weighted
 
 
 @triton.jit
 def _read(
-    row, bias, class_weights, count, label, scale, softcap, maximum, total, HAS_BIAS: tl.constexpr, CAPPED:
-    tl.constexpr, SMOOTHED: tl.constexpr, CLASS_WEIGHTS: tl.constexpr, BLOCK: tl.constexpr,
+    row, bias, class_weights, count, label, scale, softcap, factor, first, total, HAS_BIAS: tl.constexpr,
+    FORM: tl.constexpr, SMOOTHED: tl.constexpr, CLASS_WEIGHTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Statistics of one row, started from `maximum` and `total`; label: place in the row, -1 for none."""
-    sums = tl.zeros([BLOCK], tl.float32)
-    targets = tl.zeros([BLOCK], tl.float32)
-    weighted = tl.zeros([BLOCK], tl.float32)
-    first = maximum
-    for start in tl.range(0, count, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        inside = columns < count
-        x = tl.load(row + columns, mask=inside, other=0.0, eviction_policy="evict_last")
-        z = _logits(x, bias, columns, inside, scale, softcap, HAS_BIAS, CAPPED)
-        larger = tl.maximum(maximum, tl.max(z, 0))
-        sums = sums * tl.exp(maximum - larger) + tl.exp(z - larger)
-        targets += tl.where(columns == label, z, 0.0)
-        if SMOOTHED:
-            part = tl.where(inside, z, 0.0)
-            if CLASS_WEIGHTS:
-                part *= tl.load(class_weights + columns, mask=inside, other=0.0).to(tl.float32)
-            weighted += part
-        maximum = larger
-    total = total * tl.exp(first - maximum) + tl.sum(sums, 0)
-    return maximum, total, tl.sum(targets, 0), tl.sum(weighted, 0)
+    """Shift, sum of 2^(k v - shift), the label's z and the weighted sum of a row, started from `first` and `total`.
+
+    label: place in the row, -1 for none.
+    """
+    shifts = tl.full([BLOCK // WIDE], LEAST, tl.float32)
+    sums = tl.zeros([BLOCK // WIDE], tl.float32)
+    weighted = tl.zeros([BLOCK // WIDE], tl.float32)
+    target = tl.full([], 0.0, tl.float32)
+    whole = count // BLOCK * BLOCK
+    for start in tl.range(0, whole, BLOCK):
+        shifts, sums, target, weighted = _read_block(
+            row, start, count, bias, class_weights, label, scale, softcap, factor, shifts, sums, target, weighted,
+            HAS_BIAS, FORM, SMOOTHED, CLASS_WEIGHTS, True, BLOCK,
+        )  # fmt: skip
+    if whole < count:
+        shifts, sums, target, weighted = _read_block(
+            row, whole, count, bias, class_weights, label, scale, softcap, factor, shifts, sums, target, weighted,
+            HAS_BIAS, FORM, SMOOTHED, CLASS_WEIGHTS, False, BLOCK,
+        )  # fmt: skip
+    shift = tl.maximum(first, tl.max(shifts, 0))
+    total = total * tl.exp2(first - shift) + tl.sum(sums * tl.exp2(shifts - shift), 0)
+    return shift, total, target, tl.sum(weighted, 0)
+
+
+@triton.jit
+def _write_block(
+    row, start, count, length, bias, class_weights, label, scale, softcap, factor, shift, exponential, target,
+    uniform, HAS_BIAS: tl.constexpr, FORM: tl.constexpr, SMOOTHED: tl.constexpr, CLASS_WEIGHTS: tl.constexpr,
+    WHOLE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    columns = start + tl.arange(0, BLOCK)
+    inside = columns < count
+    if WHOLE:
+        x = tl.load(row + columns, eviction_policy="evict_first")
+    else:
+        x = tl.load(row + columns, mask=columns < length, other=0.0, eviction_policy="evict_first")
+    v = _values(x, bias, columns, inside, scale, softcap, HAS_BIAS, FORM)
+    grad = exponential * tl.exp2(v * (factor * LOG2E) - shift)
+    if (label >= start) & (label < start + BLOCK):
+        grad -= tl.where(columns == label, target, 0.0)
+    if SMOOTHED:
+        share = uniform
+        if CLASS_WEIGHTS:
+            share *= tl.load(class_weights + columns, mask=inside, other=0.0).to(tl.float32)
+        grad -= share
+    if FORM == CAPPED:
+        ratio = v / softcap
+        grad *= 1 - ratio * ratio
+    if WHOLE:
+        tl.store(row + columns, grad.to(row.dtype.element_ty))
+    else:
+        grad = tl.where(columns < length, grad, 0.0)
+        tl.store(row + columns, grad.to(row.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _write(
-    row, bias, class_weights, count, length, label, scale, softcap, reference, exponential, target, uniform,
-    HAS_BIAS: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, CLASS_WEIGHTS: tl.constexpr,
+    row, bias, class_weights, count, length, label, scale, softcap, factor, shift, exponential, target, uniform,
+    HAS_BIAS: tl.constexpr, FORM: tl.constexpr, SMOOTHED: tl.constexpr, CLASS_WEIGHTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The gradient of one row in its place, last block first; length: `count`, or 0 for a gradient of zeros."""
-    blocks = (count + BLOCK - 1) // BLOCK
-    for index in tl.range(0, blocks):
-        columns = (blocks - 1 - index) * BLOCK + tl.arange(0, BLOCK)
-        inside = columns < count
-        live = columns < length
-        x = tl.load(row + columns, mask=live, other=0.0, eviction_policy="evict_first")
-        z = _logits(x, bias, columns, live, scale, softcap, HAS_BIAS, CAPPED)
-        grad = exponential * tl.exp(z - reference) - tl.where(columns == label, target, 0.0)
-        if SMOOTHED:
-            share = uniform
-            if CLASS_WEIGHTS:
-                share *= tl.load(class_weights + columns, mask=inside, other=0.0).to(tl.float32)
-            grad -= share
-        grad *= scale
-        if CAPPED:
-            ratio = z / softcap
-            grad *= 1 - ratio * ratio
-        grad = tl.where(live, grad, 0.0)
-        tl.store(row + columns, grad.to(row.dtype.element_ty), mask=inside)
+    # dx = scale dz, as far as z is linear in x.
+    exponential *= scale
+    target *= scale
+    uniform *= scale
+    whole = length // BLOCK * BLOCK
+    for rest in tl.range(0, count - whole, BLOCK):
+        _write_block(
+            row, whole + rest, count, length, bias, class_weights, label, scale, softcap, factor, shift,
+            exponential, target, uniform, HAS_BIAS, FORM, SMOOTHED, CLASS_WEIGHTS, False, BLOCK,
+        )  # fmt: skip
+    for done in tl.range(0, whole, BLOCK):
+        _write_block(
+            row, whole - BLOCK - done, count, length, bias, class_weights, label, scale, softcap, factor, shift,
+            exponential, target, uniform, HAS_BIAS, FORM, SMOOTHED, CLASS_WEIGHTS, True, BLOCK,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -95,7 +168,7 @@ def _place(label, first, count):
 @triton.jit
 def loss_statistics(
     product, labels, bias, class_weights, maximum, total, target, weighted, stride, count, first, ignored, scale,
-    softcap, HAS_BIAS: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, CLASS_WEIGHTS: tl.constexpr,
+    softcap, factor, HAS_BIAS: tl.constexpr, FORM: tl.constexpr, SMOOTHED: tl.constexpr, CLASS_WEIGHTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
@@ -103,12 +176,14 @@ def loss_statistics(
     place = tl.where(label == ignored, -1, _place(label, first, count))
     before = tl.load(target + index)
     before_weighted = tl.load(weighted + index)
-    m, s, t, w = _read(
-        product + index * stride, bias, class_weights, count, place, scale, softcap, tl.load(maximum + index),
-        tl.load(total + index), HAS_BIAS, CAPPED, SMOOTHED, CLASS_WEIGHTS, BLOCK,
+    shift, s, t, w = _read(
+        product + index * stride, bias, class_weights, count, place, scale, softcap, factor,
+        tl.load(maximum + index) * LOG2E, tl.load(total + index), HAS_BIAS, FORM, SMOOTHED, CLASS_WEIGHTS, BLOCK,
     )  # fmt: skip
+    # What is stored is rounded once more; the sum follows.
+    m = shift * LN2
     tl.store(maximum + index, m)
-    tl.store(total + index, s)
+    tl.store(total + index, s * tl.exp2(shift - m * LOG2E))
     tl.store(target + index, before + t)
     if SMOOTHED:
         tl.store(weighted + index, before_weighted + w)
@@ -117,7 +192,7 @@ def loss_statistics(
 @triton.jit
 def loss_gradient(
     product, labels, bias, class_weights, reference, exponential, target, uniform, stride, count, first, ignored,
-    scale, softcap, HAS_BIAS: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr,
+    scale, softcap, factor, HAS_BIAS: tl.constexpr, FORM: tl.constexpr, SMOOTHED: tl.constexpr,
     CLASS_WEIGHTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
@@ -126,15 +201,15 @@ def loss_gradient(
     a, b, e = tl.load(exponential + index), tl.load(target + index), tl.load(uniform + index)
     length = tl.where((a != 0) | (b != 0) | (e != 0), count, 0)
     _write(
-        product + index * stride, bias, class_weights, count, length, place, scale, softcap,
-        tl.load(reference + index), a, b, e, HAS_BIAS, CAPPED, SMOOTHED, CLASS_WEIGHTS, BLOCK,
+        product + index * stride, bias, class_weights, count, length, place, scale, softcap, factor,
+        tl.load(reference + index) * LOG2E, a, b, e, HAS_BIAS, FORM, SMOOTHED, CLASS_WEIGHTS, BLOCK,
     )  # fmt: skip
 
 
 @triton.jit
 def loss_both(
     product, labels, bias, class_weights, label_weights, token_weights, z_weights, losses, lses, stride, count, ignored,
-    scale, softcap, smoothing, all_weights, HAS_BIAS: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr,
+    scale, softcap, factor, smoothing, all_weights, HAS_BIAS: tl.constexpr, FORM: tl.constexpr, SMOOTHED: tl.constexpr,
     CLASS_WEIGHTS: tl.constexpr, Z_LOSS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """all_weights: one number in memory, the sum of the class weights."""
@@ -149,11 +224,12 @@ def loss_both(
     if Z_LOSS:
         z_weight = tl.load(z_weights + index)
     length = tl.where(known | (z_weight != 0), count, 0)
-    least = tl.full([], -3.4028234663852886e38, tl.float32)
-    m, s, t, w = _read(
-        row, bias, class_weights, length, place, scale, softcap, least, 0.0, HAS_BIAS, CAPPED, SMOOTHED,
+    least = tl.full([], LEAST, tl.float32)
+    shift, s, t, w = _read(
+        row, bias, class_weights, length, place, scale, softcap, factor, least, 0.0, HAS_BIAS, FORM, SMOOTHED,
         CLASS_WEIGHTS, BLOCK,
     )  # fmt: skip
+    m = shift * LN2
     log_total = tl.log(s)
     lse = m + log_total
     own = 1 - smoothing
@@ -169,7 +245,7 @@ def loss_both(
     token = tl.where(wrong, 0.0, token)
     target = token * own
     exponential = target
-    uniform = 0.0
+    uniform = tl.full([], 0.0, tl.float32)
     if SMOOTHED:
         uniform = token * smoothing / count
         exponential += uniform * weight
@@ -177,14 +253,14 @@ def loss_both(
         exponential += tl.where(wrong, 0.0, 2 * z_weight * lse)
     length = tl.where((token != 0) | (z_weight != 0), count, 0)
     _write(
-        row, bias, class_weights, count, length, tl.where(known, place, -1), scale, softcap, m, exponential / s, target,
-        uniform, HAS_BIAS, CAPPED, SMOOTHED, CLASS_WEIGHTS, BLOCK,
+        row, bias, class_weights, count, length, tl.where(known, place, -1), scale, softcap, factor, shift,
+        exponential / s, target, uniform, HAS_BIAS, FORM, SMOOTHED, CLASS_WEIGHTS, BLOCK,
     )  # fmt: skip
 
 
 @triton.jit
-def scaled_copy(source, factor, result, count, BLOCK: tl.constexpr):
+def scaled_copy(source, number, result, count, BLOCK: tl.constexpr):
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = places < count
-    value = tl.load(source + places, mask=inside) * tl.load(factor)
+    value = tl.load(source + places, mask=inside) * tl.load(number)
     tl.store(result + places, value.to(result.dtype.element_ty), mask=inside)

@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from moec.codegen.triton.loss_kernels import loss_both, loss_gradient, loss_statistics, scaled_copy
+from moec.codegen.triton.loss_kernels import WIDE, loss_both, loss_gradient, loss_statistics, scaled_copy
 from moec.compiler.dialect.head import (
     Coefficients,
     Head,
@@ -25,10 +25,10 @@ from moec.compiler.dialect.head import (
 
 @dataclass(frozen=True)
 class Launch:
-    """Classes per block and warps of a program; they change speed only."""
+    """Classes per block and warps of a program, chosen on an H200; they change speed only."""
 
-    block: int = 8192
-    warps: int = 16
+    block: int = 4096
+    warps: int = 8
     copy_block: int = 4096
 
 
@@ -99,16 +99,20 @@ class TritonKernels(Reference):
             return head.labels
         return head.class_weights.to(torch.float32)[targets(head)[0]]
 
-    def _form(self, head: Head) -> tuple[float, float]:
-        return head.logit_scale, head.softcap
+    def _form(self, head: Head) -> tuple[float, float, float]:
+        """scale, soft cap, and z over the kernel's v."""
+        return head.logit_scale, head.softcap, head.logit_scale if self._is_positive(head) else 1.0
+
+    def _is_positive(self, head: Head) -> bool:
+        return head.softcap <= 0 and head.logit_scale > 0
 
     def _constants(self, head: Head, product: Tensor) -> dict[str, Any]:
         return {
             "HAS_BIAS": head.bias is not None,
-            "CAPPED": head.softcap > 0,
+            "FORM": 0 if self._is_positive(head) else 2 if head.softcap > 0 else 1,
             "SMOOTHED": head.label_smoothing > 0,
             "CLASS_WEIGHTS": head.class_weights is not None,
-            "BLOCK": min(self.launch.block, triton.next_power_of_2(product.shape[1])),
+            "BLOCK": max(WIDE.value, min(self.launch.block, triton.next_power_of_2(product.shape[1]))),
             "num_warps": self.launch.warps,
         }
 

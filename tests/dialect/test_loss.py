@@ -147,6 +147,18 @@ def test_classes_that_are_masked_out_have_no_share() -> None:
     assert found[2][:6].eq(0).all()
 
 
+def test_a_row_of_weight_zero_takes_no_part_even_if_its_label_has_no_probability() -> None:
+    hidden, weight, bias = operands(bias=True)
+    bias[3], labels = float("-inf"), torch.tensor([0, 3, 5, 6, 7, 1, 2])
+    tokens = torch.tensor([1.0, 0, 1, 1, 1, 1, 1]).double()
+    found = value_and_grads(
+        lambda h, w: ours([h, w, bias], labels, token_weights=tokens, reduction="sum"), [hidden, weight]
+    )
+    kept = tokens.bool()
+    expected = value_and_grads(lambda h, w: eager([h[kept], w, bias], labels[kept], reduction="sum"), [hidden, weight])
+    assert_close(found, expected)
+
+
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("wrong", [CLASSES, -1, -101, 2**40])
 def test_a_label_out_of_range_is_named(wrong: int, reduction: str) -> None:

@@ -30,6 +30,7 @@ FORMS: dict[str, dict[str, Any]] = {
         "columns": 40,
     },
     "smoothing": {"smoothing": 0.2, "columns": 40},
+    "negative scale": {"logit_scale": -0.6, "bias": True, "columns": 64},
     "no label": {"ignored": "all", "smoothing": 0.1},
     "wrong label": {"wrong": True},
 }  # fmt: skip
@@ -72,7 +73,7 @@ def compare(
     if ignored == "all":
         labels.fill_(-100)
     # So small that float16 would lose it: the kernels divide by the largest.
-    tokens = random(ROWS).abs().float() * 1e-4
+    tokens = random(ROWS).abs().float() * 1e-7
     operands = (hidden, weight, labels)
     form = (-100, logit_scale, softcap, smoothing, 3, columns)
     grads = [random(ROWS).float() * 1e-4 for _ in range(3)]
@@ -92,7 +93,7 @@ def compare(
          (*doubled(grads[:2]), *truth[2:], *doubled(plain)))  # fmt: skip
     summed = (*operands, tokens, tokens * 0.1 if z else None, offsets, weights, *form, True, True, dtype)
     got, truth = both("sum", loss.sum_forward, summed, doubled(summed))
-    upstream = torch.tensor(3e3)
+    upstream = torch.tensor(3e6)
     found.append(
         ("gradients of the sum", max(map(distance, _sum_backward(upstream, got, dtype), _exact(upstream, truth))), 6e-3)
     )

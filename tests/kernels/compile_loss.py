@@ -22,10 +22,10 @@ from moec.codegen.triton.loss_launch import LAUNCH
 
 KINDS = {
     "product": "*bf16", "bias": "*bf16", "result": "*bf16", "labels": "*i64", "scale": "fp32", "softcap": "fp32",
-    "smoothing": "fp32", "stride": "i32", "count": "i32", "first": "i32", "ignored": "i32",
+    "factor": "fp32", "smoothing": "fp32", "stride": "i32", "count": "i32", "first": "i32", "ignored": "i32",
 }  # fmt: skip
-PLAIN = {"HAS_BIAS": False, "CAPPED": False, "SMOOTHED": False, "CLASS_WEIGHTS": False, "Z_LOSS": False}
-FULL = dict.fromkeys(PLAIN, True)
+PLAIN: dict[str, Any] = {"HAS_BIAS": False, "SMOOTHED": False, "CLASS_WEIGHTS": False, "Z_LOSS": False, "FORM": 0}
+FULL = dict.fromkeys(PLAIN, True) | {"FORM": 2}
 
 
 def build(kernel: Any, warps: int, **constants: Any) -> dict[str, int]:

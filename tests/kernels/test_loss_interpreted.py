@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 ROOT = Path(__file__).parents[2]
 QUICK = ("plain", "all, chunks of classes", "wrong label")
-MORE = ("one block", "chunks of classes", "bias and soft cap", "all", "smoothing", "no label")
+MORE = ("one block", "chunks of classes", "bias and soft cap", "all", "smoothing", "negative scale", "no label")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
