@@ -165,6 +165,8 @@ class FunctionWriter:
             return user.target in self.handlers and user is _next_statement(node)
         if node.target not in _INLINE or user.target in self.handlers:
             return False
+        if user.op == "output" and not isinstance(node.meta.get("val"), Tensor):
+            return False  # a size that backward needs: what it takes has names
         return sum(source is node for source in _flat_nodes(user)) == 1
 
     def _last_uses(self, statements: list[fx.Node]) -> dict[fx.Node, set[str]]:

@@ -220,6 +220,9 @@ def _clean(joint: Joint) -> None:
     for node in list(joint.graph.nodes):
         if node.op != "call_function":
             continue
+        if _asserts_a_size(node):
+            joint.graph.erase_node(node)
+            continue
         source = _value_of(node)
         if source is not None:
             node.replace_all_uses_with(source)
@@ -273,6 +276,15 @@ def _call(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
         "custom": {"path": ""},
     }
     return node
+
+
+def _asserts_a_size(node: fx.Node) -> bool:
+    """Whether a node asserts that a size that is data is not negative, which no size is."""
+    if node.target is not aten._assert_scalar.default or not isinstance(node.args[0], fx.Node):
+        return False
+    condition = node.args[0]
+    size = condition.args[0] if condition.target is operator.ge and condition.args[1] == 0 else None
+    return isinstance(size, fx.Node) and size.target is aten.sym_size.int
 
 
 def _value_of(node: fx.Node) -> fx.Node | None:

@@ -72,13 +72,14 @@ def partition(joint: Joint, *, recompute: bool = False, changing: Collection[str
     chooser = _Chooser(changed, recompute)
     # A chain that only the backward asks for may still be pure forward work (a transposed weight): it stays there.
     for node in [*backward, *joint.grads.values()]:
-        for source in [node] if node in forward else node.all_input_nodes:
-            if source in forward:
+        own = node in forward or _is_data_size(node, forward)
+        for source in [node] if own else node.all_input_nodes:
+            if own or source in forward:
                 chooser.need(source)
     chooser.place_sizes()
     return Partitioned(
         joint,
-        _forward_graph(joint, forward, chooser.saved),
+        _forward_graph(joint, forward | set(chooser.saved), chooser.saved),
         _backward_graph(joint, backward, chooser),
         chooser.saved,
         chooser.placements,
@@ -105,6 +106,13 @@ def _copy_changed(joint: Joint, changed: Collection[fx.Node]) -> None:
             copy.meta = {**node.meta, "partitioner_tag": "is_forward", "before_write": True}
             for reader in readers:
                 reader.replace_input_with(node, copy)
+
+
+def _is_data_size(node: fx.Node, forward: set[fx.Node]) -> bool:
+    """Whether a node is the size of a forward value, and data: only backward asks, but forward can answer."""
+    value = node.meta.get("val")
+    of_forward = node.target is aten.sym_size.int and node.args[0] in forward
+    return of_forward and isinstance(value, torch.SymInt) and not value.node.has_hint()
 
 
 def may_recompute(node: fx.Node) -> tuple[bool, str]:
