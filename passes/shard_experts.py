@@ -100,7 +100,7 @@ def _check_count(region: Region, mesh: MeshPlan) -> None:
         raise PlanError(
             f"plan field mesh.ep is {mesh.ep}, and there are {region.experts} experts",
             where=f"plan.mesh.ep; {module_path(region.permute)}",
-            why="a rank without any expert would have nothing to do in the layer",
+            why="there are more ranks than experts to share among them",
             hint=f"set mesh.ep to {region.experts} or less",
         )
 
