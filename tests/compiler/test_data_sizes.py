@@ -97,6 +97,7 @@ def test_emitted_programs_pass_sizes_on(function: Callable[[Tensor], Tensor]) ->
     plan = Plan(batch=2, length=6, check=True)
     model = seeded(Language, Exchanged(function), Layer(), Exchanged(function))
     step, batch = moec.compile(model, plan), batch_for(plan)
+    assert "_assert_scalar" not in step.source  # that a size is not negative needs no check
 
     def run(rank: int) -> None:
         losses, wanted = EagerStep(model, plan).gradients(batch)
