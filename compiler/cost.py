@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from moec.compiler._torch_compat import OpOverload
+from moec.compiler.dialect._define import NEEDED
 from moec.compiler.dialect.registry import lookup, nbytes, size_hint
 from moec.compiler.hardware import Hardware, hardware
 from moec.compiler.nodes import bound_args
@@ -133,20 +134,21 @@ def node_bytes(node: fx.Node) -> float:
 
 
 def _forward_arguments(definition: Any, node: fx.Node) -> dict[str, Any]:
-    """What a call of a backward op gives under names of the forward's arguments; a gradient is as large as its own."""
+    """What a call of a backward op gives under names of its cost formula, and which gradients it does not make.
+
+    A gradient is as large as its own argument, which the backward may not take; one that nobody asks for is empty.
+    """
     schema = node.target._schema  # type: ignore[union-attr]
     results = node.meta.get("val")
     found = results if isinstance(results, list | tuple) else [results]
-    # A gradient that nobody needs is empty.
-    gradients = {
-        result.name.removeprefix("grad_"): value
-        for result, value in zip(schema.returns, found, strict=False)
-        if nbytes(value)
-    }
-    names = [argument.name for argument in schema.arguments]
-    given = {**gradients, **dict(zip(names, node.args, strict=False)), **node.kwargs}
-    wanted = {argument.name for argument in definition.op._schema.arguments}
-    return {name: _values(value) for name, value in given.items() if name in wanted}
+    names = [result.name.removeprefix("grad_") for result in schema.returns]
+    gradients = {name: value for name, value in zip(names, found, strict=False) if nbytes(value)}
+    arguments = dict(zip((argument.name for argument in schema.arguments), bound_args(node), strict=True))
+    flags = arguments.get(NEEDED) or [True] * len(names)
+    needs = {f"need_{name}": int(flag) for name, flag in zip(names, flags, strict=True)}
+    given = gradients | {name: value for name, value in arguments.items() if value is not None}
+    wanted = {argument.name for argument in definition.op._schema.arguments} | set(definition.shapes)
+    return {name: _values(value) for name, value in given.items() if name in wanted} | needs
 
 
 def _values(value: Any) -> Any:

@@ -28,6 +28,7 @@ from moec.compiler._torch_compat import (
 from moec.compiler.errors import PassError
 from moec.compiler.fake import fake_like
 from moec.compiler.graph import Unit, module_path, tensor_meta
+from moec.compiler.unused_gradients import ask_for_used_gradients
 
 aten = torch.ops.aten
 
@@ -72,6 +73,8 @@ def differentiate(unit: Unit, *, input_flags: list[bool] | None = None) -> Joint
     _carry_paths(found.graph)
     _clean(found)
     _rebase_sizes(found)
+    ask_for_used_gradients(found.graph)
+    found.graph.eliminate_dead_code()  # also values of which only the size was used: they would be saved for backward
     return found
 
 
@@ -253,7 +256,6 @@ def _rebase_sizes(joint: Joint) -> None:
             with joint.graph.inserting_before(node):
                 node.replace_all_uses_with(_size(joint.graph, expression, homes))
             joint.graph.erase_node(node)
-    joint.graph.eliminate_dead_code()  # values of which only the size was used would be saved for backward
 
 
 def _size(graph: fx.Graph, expression: sympy.Expr, homes: dict[sympy.Expr, tuple[fx.Node, int]]) -> Any:

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, fx
 
 from moec.compiler import dialect  # noqa: F401  registers moec::kda, whose schemas are used below
+from moec.compiler.dialect._define import only_asked_for
+from moec.compiler.dialect.kda import backward_fake
 from moec.compiler.dialect.registry import size_hint
 from moec.compiler.lower import Implementation, argument_of, register_implementation
 
@@ -33,17 +35,16 @@ def _forward(*arguments: Any) -> Tensor:
 def _backward(*arguments: Any) -> tuple[Tensor, ...]:
     from moec.codegen.triton import kda_launch
 
-    grad_y, *rest = _checked(arguments, _REFERENCE_BACKWARD)
-    return kda_launch.backward(grad_y, kda_launch.Inputs(*rest))
+    grad_y, *rest, needed = _checked(arguments, _REFERENCE_BACKWARD)
+    return only_asked_for(needed, kda_launch.backward(grad_y, kda_launch.Inputs(*rest)))
 
 
 def _forward_fake(*arguments: Any) -> Tensor:
     return arguments[2].new_empty(arguments[2].shape)
 
 
-def _backward_fake(grad_y: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    v = arguments[2]
-    return tuple(v.new_empty(0) if value is None else value.new_empty(value.shape) for value in arguments[:12])
+def _backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
+    return backward_fake(*_completed(arguments, _REFERENCE_BACKWARD))
 
 
 def refusal(node: fx.Node) -> str:
@@ -105,9 +106,8 @@ def _value(argument: Any) -> Any:
 
 def _checked(arguments: tuple[Any, ...], op: torch._ops.OpOverload) -> tuple[Any, ...]:
     """All arguments, those that the dispatcher dropped as equal to their defaults included."""
-    schema = op._schema.arguments
-    complete = (*arguments, *(argument.default_value for argument in schema[len(arguments) :]))
-    values = {argument.name: value for argument, value in zip(schema, complete, strict=True)}
+    complete = _completed(arguments, op)
+    values = {argument.name: value for argument, value in zip(op._schema.arguments, complete, strict=True)}
     q = values["q"]
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if q.device.type != "cuda" and not interpreted:
@@ -121,6 +121,10 @@ def _checked(arguments: tuple[Any, ...], op: torch._ops.OpOverload) -> tuple[Any
     if reason:
         raise RuntimeError(f"moec::kda_triton: {reason}")
     return complete
+
+
+def _completed(arguments: tuple[Any, ...], op: torch._ops.OpOverload) -> tuple[Any, ...]:
+    return (*arguments, *(argument.default_value for argument in op._schema.arguments[len(arguments) :]))
 
 
 def _define(name: str, reference: torch._ops.OpOverload, function: Any, fake: Any) -> torch._ops.OpOverload:

@@ -10,6 +10,10 @@ forward results by name, and returns the gradients of the forward arguments it n
 `Tensor?` is None when nothing depends on that result; declared `Tensor` it is then zeros. A result whose gradient the
 backward does not take is not differentiable. The gradient of an optional argument that was None is an empty tensor,
 which autograd turns into None.
+
+A backward whose last argument is `bool[]? needed` makes only the gradients that are asked for, one flag for each in
+order, and returns empty tensors for the others; None asks for all. Forward arguments that only some of the gradients
+need (`only_for`) are declared `Tensor?`, and are None, and not kept for backward, when none of those is asked for.
 """
 
 from __future__ import annotations
@@ -36,6 +40,7 @@ def define_op(
     backward: Callable[..., Any] | None = None,
     backward_fake: Callable[..., Any] | None = None,
     backward_flops: str = "0",
+    only_for: Mapping[str, Sequence[str]] | None = None,
     recompute: bool = True,
     source: str = "",
     summary: str = "",
@@ -48,10 +53,11 @@ def define_op(
         _check_names(_parse(name, schema), _parse(f"{name}_backward", backward_schema))
     operator = _register(name, schema, forward, fake)
     overload = operator._opoverload
+    readers = {name: tuple(gradients) for name, gradients in (only_for or {}).items()}
     gradient = None
     if backward is not None and backward_fake is not None:
         gradient = _register(f"{name}_backward", backward_schema, backward, backward_fake)._opoverload
-        setup, run = _autograd(overload._schema, gradient)
+        setup, run = _autograd(overload._schema, gradient, readers)
         operator.register_autograd(run, setup_context=setup)
     return define(
         Definition(
@@ -61,6 +67,7 @@ def define_op(
             flops=flops,
             backward=gradient,
             backward_flops=backward_flops,
+            only_for=readers,
             recompute=recompute,
             source=source,
             summary=summary,
@@ -73,13 +80,25 @@ def math_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def asked_for(needed: Sequence[bool] | None, count: int) -> tuple[bool, ...]:
+    """Which of the `count` gradients of a backward op are asked for."""
+    return tuple(needed) if needed is not None else (True,) * count
+
+
+def only_asked_for(needed: Sequence[bool] | None, grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The gradients that are asked for, and empty ones in the place of the others."""
+    flags = asked_for(needed, len(grads))
+    return tuple(grad if flag else grad.new_empty(0) for grad, flag in zip(grads, flags, strict=True))
+
+
 def _parse(name: str, schema: str) -> torch.FunctionSchema:
     return parse_schema(f"moec::{name}{schema}")
 
 
 def _check_names(forward: torch.FunctionSchema, backward: torch.FunctionSchema) -> None:
     arguments, results = ({value.name for value in values} for values in (forward.arguments, forward.returns))
-    taken = {value.name for value in backward.arguments} - arguments - results - {f"grad_{name}" for name in results}
+    allowed = arguments | results | {f"grad_{name}" for name in results} | {NEEDED}
+    taken = {value.name for value in backward.arguments} - allowed
     given = {value.name for value in backward.returns} - {f"grad_{name}" for name in arguments}
     if taken or given:
         names = ", ".join(sorted(taken | given))
@@ -100,6 +119,14 @@ def _register(
     return operator
 
 
+NEEDED = "needed"
+"""The argument of a backward op that says which gradients are asked for."""
+
+
+def _is_needed(flags: bool | Sequence[bool]) -> bool:
+    return any(flags) if isinstance(flags, Sequence) else flags
+
+
 class _Kept(NamedTuple):
     """Where an argument's tensors lie among the saved ones."""
 
@@ -108,13 +135,16 @@ class _Kept(NamedTuple):
     is_list: bool
 
 
-def _autograd(schema: torch.FunctionSchema, gradient: OpOverload) -> tuple[Callable[..., None], Callable[..., Any]]:
+def _autograd(
+    schema: torch.FunctionSchema, gradient: OpOverload, only_for: Mapping[str, Sequence[str]]
+) -> tuple[Callable[..., None], Callable[..., Any]]:
     """The `setup_context` and `backward` functions that connect a forward schema with its backward op."""
     arguments = [argument.name for argument in schema.arguments]
     results = [result.name for result in schema.returns]
     wanted = [argument.name for argument in gradient._schema.arguments]
     optional = {a.name for a in gradient._schema.arguments if isinstance(a.type, torch.OptionalType)}
     returned = [result.name.removeprefix("grad_") for result in gradient._schema.returns]
+    selective = NEEDED in wanted
 
     def setup(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
         ctx.set_materialize_grads(False)
@@ -131,6 +161,8 @@ def _autograd(schema: torch.FunctionSchema, gradient: OpOverload) -> tuple[Calla
         tensors: list[Tensor] = []
         for name in (name for name in wanted if name in values):
             value = values[name]
+            if name in only_for and not any(ctx.needs_input_grad[arguments.index(user)] for user in only_for[name]):
+                value = None
             items = value if isinstance(value, list | tuple) else [value]
             if items and all(isinstance(item, Tensor) for item in items):
                 ctx.kept[name] = _Kept(len(tensors), len(tensors) + len(items), not isinstance(value, Tensor))
@@ -148,6 +180,7 @@ def _autograd(schema: torch.FunctionSchema, gradient: OpOverload) -> tuple[Calla
             return tuple(ctx.nothing.get(name) for name in arguments)
         saved = ctx.saved_tensors
         given = {f"grad_{name}": grad for name, grad in zip(results, grads, strict=True)}
+        flags = [name in ctx.absent or _is_needed(ctx.needs_input_grad[arguments.index(name)]) for name in returned]
 
         def value_of(name: str) -> Any:
             if name in given:
@@ -160,9 +193,12 @@ def _autograd(schema: torch.FunctionSchema, gradient: OpOverload) -> tuple[Calla
                 return kept
             return list(saved[kept.start : kept.stop]) if kept.is_list else saved[kept.start]
 
-        out = gradient(*(value_of(name) for name in wanted))
+        chosen = [flags] if selective and not all(flags) else []
+        out = gradient(*(value_of(name) for name in wanted if name != NEEDED), *chosen)
         out = out if isinstance(out, tuple) else (out,)
-        by_name = dict(zip(returned, out, strict=True))
-        return tuple(None if name in ctx.absent else by_name.get(name) for name in arguments)
+        by_name = {
+            name: grad for name, grad, flag in zip(returned, out, flags, strict=True) if flag and name not in ctx.absent
+        }
+        return tuple(by_name.get(name, ctx.nothing.get(name)) for name in arguments)
 
     return setup, run

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moec.compiler.dialect._define import define_op, math_dtype
+from moec.compiler.dialect._define import asked_for, define_op, math_dtype, only_asked_for
 from moec.compiler.dialect.activation import gate_activation_slope
 
 
@@ -41,26 +43,31 @@ def conv_backward(
     weight: Tensor,
     document_ids: Tensor | None,
     activation: str,
+    needed: Sequence[bool] | None = None,
     mixed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The computation of `moec::short_conv_backward`: gradients of x and weight.
 
     mixed: the convolution before its activation (`mix`), where the caller has it already.
     """
+    of_x, of_weight = asked_for(needed, 2)
     dtype = math_dtype(x.dtype)
     grad, wide, taps = grad.to(dtype), x.to(dtype), weight.to(dtype)
     if activation == "silu":
         mixed = mix(x, weight, document_ids) if mixed is None else mixed
         grad = grad * gate_activation_slope(mixed, "silu")[1]
     width = weight.shape[1]
-    grad_x = grad * taps[:, width - 1]
-    grad_taps = [(grad * wide).sum((0, 1))]
+    grad_x = grad * taps[:, width - 1] if of_x else grad.new_empty(0)
+    grad_taps = [(grad * wide).sum((0, 1))] if of_weight else []
     for back in range(1, min(width, x.shape[1])):
         reaching = _same_document(grad[:, back:], document_ids, back)
-        grad_x[:, :-back].addcmul_(reaching, taps[:, width - 1 - back])
-        grad_taps.append((reaching * wide[:, :-back]).sum((0, 1)))
-    grad_taps += [torch.zeros_like(grad_taps[0])] * (width - len(grad_taps))
-    return grad_x.to(x.dtype).contiguous(), torch.stack(grad_taps[::-1], 1).to(weight.dtype)
+        if of_x:
+            grad_x[:, :-back].addcmul_(reaching, taps[:, width - 1 - back])
+        if of_weight:
+            grad_taps.append((reaching * wide[:, :-back]).sum((0, 1)))
+    grad_taps += [grad.new_zeros(grad.shape[2])] * (width - len(grad_taps))
+    grad_weight = torch.stack(grad_taps[::-1], 1) if of_weight else grad.new_empty(0)
+    return grad_x.to(x.dtype).contiguous(), grad_weight.to(weight.dtype)
 
 
 def mix(x: Tensor, weight: Tensor, document_ids: Tensor | None) -> Tensor:
@@ -86,9 +93,14 @@ def _fake(x: Tensor, weight: Tensor, document_ids: Tensor | None, activation: st
 
 
 def _backward_fake(
-    grad: Tensor, x: Tensor, weight: Tensor, document_ids: Tensor | None, activation: str
-) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), weight.new_empty(weight.shape)
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    document_ids: Tensor | None,
+    activation: str,
+    needed: Sequence[bool] | None,
+) -> tuple[Tensor, ...]:
+    return only_asked_for(needed, [x.new_empty(x.shape), weight.new_empty(weight.shape)])
 
 
 define_op(
@@ -96,13 +108,13 @@ define_op(
     "(Tensor x, Tensor weight, Tensor? document_ids, str activation) -> (Tensor y)",
     conv_forward,
     _fake,
-    backward_schema="(Tensor grad_y, Tensor x, Tensor weight, Tensor? document_ids, str activation) "
-    "-> (Tensor grad_x, Tensor grad_weight)",
+    backward_schema="(Tensor grad_y, Tensor x, Tensor weight, Tensor? document_ids, str activation, "
+    "bool[]? needed=None) -> (Tensor grad_x, Tensor grad_weight)",
     backward=conv_backward,
     backward_fake=_backward_fake,
     shapes={"x": "B T C", "weight": "C W", "document_ids": "B T"},
     flops="B*T*C*(2*W + 4)",
-    backward_flops="B*T*C*(6*W + 8)",
+    backward_flops="B*T*C*(2*W*(1 + need_x + need_weight) + 8)",
     source="Mamba, arXiv:2312.00752; Kimi Linear, arXiv:2510.26692",
     summary="short causal depthwise convolution",
 )

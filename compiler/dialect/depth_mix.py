@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moec.compiler.dialect._define import define_op, math_dtype
+from moec.compiler.dialect._define import asked_for, define_op, math_dtype, only_asked_for
 
 
 def depth_mix(sources: Sequence[Tensor], norm_weight: Tensor, proj_weight: Tensor, eps: float) -> Tensor:
@@ -53,8 +53,14 @@ def _depth_mix(sources: list[Tensor], norm_weight: Tensor, proj_weight: Tensor, 
 
 
 def _depth_mix_backward(
-    grad: Tensor, sources: list[Tensor], norm_weight: Tensor, proj_weight: Tensor, eps: float
+    grad: Tensor,
+    sources: list[Tensor],
+    norm_weight: Tensor,
+    proj_weight: Tensor,
+    eps: float,
+    needed: Sequence[bool] | None,
 ) -> tuple[list[Tensor], Tensor, Tensor]:
+    of_sources, *of_weights = asked_for(needed, 3)
     dtype = math_dtype(sources[0].dtype)
     direction, grad = _direction(norm_weight, proj_weight, dtype), grad.to(dtype)
     inverse, along, share = _scores(sources, direction, eps)
@@ -65,14 +71,16 @@ def _depth_mix_backward(
     grad_sources, grad_direction = [], torch.zeros_like(direction)
     for index, source in enumerate(sources):
         wide, column = source.to(dtype), slice(index, index + 1)
-        grad_source = grad * share[..., column] + weighted[..., column] * direction - wide * shrink[..., column]
-        grad_sources.append(grad_source.to(source.dtype).contiguous())
-        grad_direction += (wide * weighted[..., column]).reshape(-1, direction.shape[0]).sum(0)
-    return (
-        grad_sources,
+        if of_sources:
+            grad_source = grad * share[..., column] + weighted[..., column] * direction - wide * shrink[..., column]
+            grad_sources.append(grad_source.to(source.dtype).contiguous())
+        if any(of_weights):
+            grad_direction += (wide * weighted[..., column]).reshape(-1, direction.shape[0]).sum(0)
+    grad_weights = (
         (grad_direction * proj_weight.to(dtype)).to(norm_weight.dtype),
         (grad_direction * norm_weight.to(dtype)).to(proj_weight.dtype),
     )
+    return grad_sources, *only_asked_for(of_weights, grad_weights)  # type: ignore[return-value]
 
 
 def _fake(sources: list[Tensor], norm_weight: Tensor, proj_weight: Tensor, eps: float) -> Tensor:
@@ -80,13 +88,19 @@ def _fake(sources: list[Tensor], norm_weight: Tensor, proj_weight: Tensor, eps: 
 
 
 def _backward_fake(
-    grad: Tensor, sources: list[Tensor], norm_weight: Tensor, proj_weight: Tensor, eps: float
+    grad: Tensor,
+    sources: list[Tensor],
+    norm_weight: Tensor,
+    proj_weight: Tensor,
+    eps: float,
+    needed: Sequence[bool] | None,
 ) -> tuple[list[Tensor], Tensor, Tensor]:
+    of_sources, *of_weights = asked_for(needed, 3)
+    weights = [weight.new_empty(weight.shape) for weight in (norm_weight, proj_weight)]
     return (
-        [source.new_empty(source.shape) for source in sources],
-        norm_weight.new_empty(norm_weight.shape),
-        proj_weight.new_empty(proj_weight.shape),
-    )
+        [source.new_empty(source.shape) for source in sources] if of_sources else [],
+        *only_asked_for(of_weights, weights),
+    )  # type: ignore[return-value]
 
 
 define_op(
@@ -94,13 +108,13 @@ define_op(
     "(Tensor[] sources, Tensor norm_weight, Tensor proj_weight, float eps) -> (Tensor y)",
     _depth_mix,
     _fake,
-    backward_schema="(Tensor grad_y, Tensor[] sources, Tensor norm_weight, Tensor proj_weight, float eps) "
-    "-> (Tensor[] grad_sources, Tensor grad_norm_weight, Tensor grad_proj_weight)",
+    backward_schema="(Tensor grad_y, Tensor[] sources, Tensor norm_weight, Tensor proj_weight, float eps, "
+    "bool[]? needed=None) -> (Tensor[] grad_sources, Tensor grad_norm_weight, Tensor grad_proj_weight)",
     backward=_depth_mix_backward,
     backward_fake=_backward_fake,
     shapes={"sources": "... D", "norm_weight": "D", "proj_weight": "D"},
     flops="len_sources*6*N*D",
-    backward_flops="len_sources*13*N*D",
+    backward_flops="len_sources*N*D*(6 + 5*need_sources + 2*Max(need_norm_weight, need_proj_weight))",
     source="Attention Residuals, arXiv:2603.15031",
     summary="softmax mixture over earlier sublayer outputs",
 )

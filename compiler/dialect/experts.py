@@ -8,13 +8,13 @@ Any expert may have no rows. Rows past offsets[-1] (padding of an exchange) give
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moec.compiler.dialect._define import define_op, math_dtype
+from moec.compiler.dialect._define import asked_for, define_op, math_dtype
 
 
 def permute(x: Tensor, indices: Tensor, *, experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -143,27 +143,40 @@ def _grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | N
 
 
 def _grouped_linear_backward(
-    grad_y: Tensor, x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, transposed: bool
+    grad_y: Tensor,
+    x: Tensor | None,
+    weight: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None,
+    transposed: bool,
+    needed: Sequence[bool] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grad_y, x = grad_y.contiguous(), x.contiguous()
+    grad_y = grad_y.contiguous()
+    of_x, of_weight, of_bias = asked_for(needed, 3)
     matrices = weight.transpose(1, 2) if transposed else weight
-    left, right = (x, grad_y) if transposed else (grad_y, x)
-    if _fits_grouped_mm(x, weight):
-        member = _membership(offsets, x.shape[0])
-        grad_x = F.grouped_mm(grad_y, matrices, offs=offsets)
-        grad_x.masked_fill_((member == offsets.shape[0]).unsqueeze(1), 0)
-        grad_weight = F.grouped_mm(left.t(), right, offs=offsets)
-        return grad_x, grad_weight, x.new_empty(0) if bias is None else _sum_by_expert(grad_y, member, bias)
-    grad_x = torch.empty_like(x)
-    grad_weight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
-    grad_bias = x.new_empty(0) if bias is None else torch.zeros(bias.shape, dtype=bias.dtype, device=bias.device)
+    rows = grad_y if x is None else x.contiguous()  # x is there when the gradient of the weight is asked for
+    left, right = (rows, grad_y) if transposed else (grad_y, rows)
+    grad_x, grad_weight, grad_bias = _grouped_linear_backward_fake(grad_y, x, weight, offsets, bias, transposed, needed)
+    if _fits_grouped_mm(grad_y, weight):
+        member = _membership(offsets, grad_y.shape[0])
+        if of_x:
+            grad_x = F.grouped_mm(grad_y, matrices, offs=offsets)
+            grad_x.masked_fill_((member == offsets.shape[0]).unsqueeze(1), 0)
+        if of_weight:
+            grad_weight = F.grouped_mm(left.t(), right, offs=offsets)
+        if of_bias and bias is not None:
+            grad_bias = _sum_by_expert(grad_y, member, bias)
+        return grad_x, grad_weight, grad_bias
+    grad_bias.zero_()
     last = end = 0
     for expert, start, end in _groups(offsets):
-        torch.mm(grad_y[start:end], matrices[expert], out=grad_x[start:end])
-        torch.mm(left[start:end].t(), right[start:end], out=grad_weight[expert])
-        if bias is not None:
+        if of_x:
+            torch.mm(grad_y[start:end], matrices[expert], out=grad_x[start:end])
+        if of_weight:
+            torch.mm(left[start:end].t(), right[start:end], out=grad_weight[expert])
+            grad_weight[last:expert].zero_()
+        if of_bias and bias is not None:
             torch.sum(grad_y[start:end], 0, out=grad_bias[expert])
-        grad_weight[last:expert].zero_()
         last = expert + 1
     grad_weight[last:].zero_()
     grad_x[end:].zero_()
@@ -175,10 +188,21 @@ def _grouped_linear_fake(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tenso
 
 
 def _grouped_linear_backward_fake(
-    grad_y: Tensor, x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, transposed: bool
+    grad_y: Tensor,
+    x: Tensor | None,
+    weight: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None,
+    transposed: bool,
+    needed: Sequence[bool] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grad_bias = x.new_empty(0) if bias is None else bias.new_empty(bias.shape)
-    return x.new_empty(x.shape), weight.new_empty(weight.shape), grad_bias
+    of_x, of_weight, of_bias = asked_for(needed, 3)
+    width = weight.shape[1] if transposed else weight.shape[2]
+    return (
+        grad_y.new_empty((grad_y.shape[0], width) if of_x else 0),
+        torch.empty(weight.shape if of_weight else 0, dtype=weight.dtype, device=weight.device),
+        grad_y.new_empty(0) if bias is None else bias.new_empty(bias.shape if of_bias else 0),
+    )
 
 
 def _groups(offsets: Tensor) -> Iterator[tuple[int, int, int]]:
@@ -229,14 +253,15 @@ define_op(
     "(Tensor x, Tensor weight, Tensor offsets, Tensor? bias, bool transposed) -> Tensor y",
     _grouped_linear,
     _grouped_linear_fake,
-    backward_schema="(Tensor grad_y, Tensor x, Tensor weight, Tensor offsets, Tensor? bias, bool transposed)"
-    " -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)",
+    backward_schema="(Tensor grad_y, Tensor? x, Tensor weight, Tensor offsets, Tensor? bias, bool transposed,"
+    " bool[]? needed=None) -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)",
+    only_for={"x": ["weight"]},
     backward=_grouped_linear_backward,
     backward_fake=_grouped_linear_backward_fake,
     # O and I are told apart by the flag, but their product is the same either way.
     shapes={"x": "R _", "weight": "E O I", "offsets": "E"},
     flops="2*R*O*I",
-    backward_flops="4*R*O*I",
+    backward_flops="2*R*O*I*(need_x + need_weight)",
     summary="one matrix per expert on that expert's rows",
 )
 

@@ -19,14 +19,14 @@ logits are never computed here, so nothing overflows at 2^31 elements.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from moec.compiler.dialect._define import math_dtype
+from moec.compiler.dialect._define import asked_for, math_dtype, only_asked_for
 
 
 @dataclass(frozen=True)
@@ -159,6 +159,25 @@ def gradients(
         for columns in column_blocks(head):
             _add_chunk(found, head, kernels, rows, columns, coefficients.of(rows))
     return found if unit is None else Gradients(*(value.mul_(unit) for value in found))
+
+
+def gradients_asked_for(
+    head: Head, coefficients: Coefficients, kernels: Kernels, needed: Sequence[bool] | None
+) -> tuple[Tensor, ...]:
+    """Gradients of hidden, weight and bias in their dtypes; `needed` (`_define.py`) says which are made."""
+    of_hidden, of_weight, of_bias = asked_for(needed, 3)
+    found = gradients(head, coefficients, kernels, of_hidden, of_weight or (of_bias and head.bias is not None))
+    bias = head.hidden if head.bias is None else head.bias
+    dtypes = (head.hidden.dtype, head.weight.dtype, bias.dtype)
+    return only_asked_for(needed, [grad.to(dtype) for grad, dtype in zip(found, dtypes, strict=True)])
+
+
+def head_gradients_fake(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: Sequence[bool] | None
+) -> tuple[Tensor, ...]:
+    """Empty gradients as `gradients_asked_for` returns them."""
+    grad_bias = hidden.new_empty(0) if bias is None else bias.new_empty(bias.shape)
+    return only_asked_for(needed, [hidden.new_empty(hidden.shape), weight.new_empty(weight.shape), grad_bias])
 
 
 def weighted_sum(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moec.compiler.dialect._define import define_op, math_dtype
+from moec.compiler.dialect._define import asked_for, define_op, math_dtype, only_asked_for
 from moec.compiler.dialect.conv import conv_backward, mix
 from moec.compiler.dialect.delta_rule import gradients, prepare, read_out
 from moec.compiler.dialect.norm import gated_norm_backward, gated_norm_forward, unit_l2, unit_l2_backward
@@ -269,7 +270,9 @@ def _kda_backward(
     output_activation: str,
     scale: float,
     chunk: int,
+    needed: Sequence[bool] | None,
 ) -> tuple[Tensor, ...]:
+    flags = asked_for(needed, 12)
     stages = _stages(
         q, k, v, gate, beta, A_log, dt_bias, conv_q, conv_k, conv_v, document_ids, heads, value_heads, gate_kind,
         lower_bound, l2_eps,
@@ -282,7 +285,7 @@ def _kda_backward(
         o = read_out(mixer, v.dtype)
         opening = output_gate.unflatten(-1, (value_heads, -1))
         grad_o, grad_output_gate, grad_norm_weight = gated_norm_backward(
-            grad_o, o, opening, norm_weight, norm_eps, output_activation, False
+            grad_o, o, opening, norm_weight, norm_eps, output_activation, False, (True, flags[10], flags[11])
         )
     grad_unit_q, grad_unit_k, grad_v, grad_g, grad_beta, _ = gradients(mixer, grad_o, None, *inputs, None, scale)
     grad_gate, grad_A_log, grad_dt_bias = _decay_backward(grad_g.view(stages.decay.g.shape), stages.decay, lower_bound)
@@ -293,22 +296,23 @@ def _kda_backward(
     )
     grads, grad_convs = [], []
     convolutions = ((grad_q, q, conv_q), (grad_k, k, conv_k), (grad_v.flatten(2), v, conv_v))
-    for (grad, value, weight), mixed in zip(convolutions, stages.mixed, strict=True):
-        grad_weight = value.new_empty(0)
+    for index, ((grad, value, weight), mixed) in enumerate(zip(convolutions, stages.mixed, strict=True)):
+        grad_weight, asked = value.new_empty(0), (flags[index], flags[7 + index])
         if weight is not None:
-            grad, grad_weight = conv_backward(grad, value, weight, document_ids, "silu", mixed)
+            grad, grad_weight = conv_backward(grad, value, weight, document_ids, "silu", asked, mixed)
         grads.append(grad)
         grad_convs.append(grad_weight)
-    return (
+    found = (
         *grads,
         grad_gate.to(gate.dtype).contiguous(),
         grad_beta.to(beta.dtype),
         grad_A_log.to(A_log.dtype),
         grad_dt_bias.to(dt_bias.dtype),
         *grad_convs,
-        grad_output_gate.flatten(2) if output_gate is not None else grad_output_gate,
+        grad_output_gate.flatten(2) if grad_output_gate.dim() > 2 else grad_output_gate,
         grad_norm_weight,
     )
+    return only_asked_for(needed, found)
 
 
 def _fake(*arguments: Any) -> Tensor:
@@ -316,9 +320,11 @@ def _fake(*arguments: Any) -> Tensor:
     return v.new_empty(v.shape)
 
 
-def _backward_fake(grad_y: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+def backward_fake(grad_y: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    """Empty gradients of the first twelve arguments, those that `needed`, the last one, asks for."""
     v = arguments[2]
-    return tuple(v.new_empty(0) if value is None else value.new_empty(value.shape) for value in arguments[:12])
+    like = [v.new_empty(0) if value is None else value.new_empty(value.shape) for value in arguments[:12]]
+    return only_asked_for(arguments[-1], like)
 
 
 _ARGUMENTS = (
@@ -333,11 +339,11 @@ define_op(
     f"({_ARGUMENTS}) -> (Tensor y)",
     _kda,
     _fake,
-    backward_schema=f"(Tensor grad_y, {_ARGUMENTS}) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_gate, "
-    "Tensor grad_beta, Tensor grad_A_log, Tensor grad_dt_bias, Tensor grad_conv_q, Tensor grad_conv_k, "
-    "Tensor grad_conv_v, Tensor grad_output_gate, Tensor grad_norm_weight)",
+    backward_schema=f"(Tensor grad_y, {_ARGUMENTS}, bool[]? needed=None) -> (Tensor grad_q, Tensor grad_k, "
+    "Tensor grad_v, Tensor grad_gate, Tensor grad_beta, Tensor grad_A_log, Tensor grad_dt_bias, Tensor grad_conv_q, "
+    "Tensor grad_conv_k, Tensor grad_conv_v, Tensor grad_output_gate, Tensor grad_norm_weight)",
     backward=_kda_backward,
-    backward_fake=_backward_fake,
+    backward_fake=backward_fake,
     shapes={
         "q": "B T P",
         "k": "B T P",

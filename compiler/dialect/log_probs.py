@@ -7,6 +7,7 @@ in chunks of rows and classes (`head.py`), forward and backward.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from moec.compiler.dialect.head import (
     Kernels,
     Statistics,
     coefficients_of,
-    gradients,
+    gradients_asked_for,
+    head_gradients_fake,
     losses_of,
     statistics,
 )
@@ -72,14 +74,25 @@ def forward(kernels: Kernels, *arguments: Any) -> tuple[Tensor, ...]:
 
 
 def backward(
-    kernels: Kernels, grad_log_probs: Tensor, maximum: Tensor, total: Tensor, *arguments: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+    kernels: Kernels,
+    grad_log_probs: Tensor,
+    maximum: Tensor,
+    total: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    ignore_index: int,
+    logit_scale: float,
+    softcap: float,
+    rows: int,
+    columns: int,
+    needed: Sequence[bool] | None = None,
+) -> tuple[Tensor, ...]:
     """`moec::token_log_probs_backward` with the given kernels."""
-    head = _head(*arguments)
+    head = _head(hidden, weight, labels, bias, ignore_index, logit_scale, softcap, rows, columns)
     of_rows = Statistics(maximum, total, maximum, maximum)
-    found = gradients(head, coefficients_of(head, of_rows, -grad_log_probs, None), kernels)
-    bias_dtype = head.hidden.dtype if head.bias is None else head.bias.dtype
-    return found.hidden.to(head.hidden.dtype), found.weight.to(head.weight.dtype), found.bias.to(bias_dtype)
+    return gradients_asked_for(head, coefficients_of(head, of_rows, -grad_log_probs, None), kernels, needed)
 
 
 def _fake(hidden: Tensor, *rest: Any) -> tuple[Tensor, ...]:
@@ -89,9 +102,8 @@ def _fake(hidden: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 def _backward_fake(
     grad_log_probs: Tensor, maximum: Tensor, total: Tensor, hidden: Tensor, weight: Tensor, labels: Tensor,
     bias: Tensor | None, *rest: Any,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    grad_bias = hidden.new_empty(0) if bias is None else bias.new_empty(bias.shape)
-    return hidden.new_empty(hidden.shape), weight.new_empty(weight.shape), grad_bias
+) -> tuple[Tensor, ...]:  # fmt: skip
+    return head_gradients_fake(hidden, weight, bias, rest[-1])
 
 
 _ARGUMENTS = (
@@ -104,12 +116,12 @@ define_op(
     f"({_ARGUMENTS}) -> (Tensor log_probs, Tensor maximum, Tensor total)",
     lambda *arguments: forward(REFERENCE, *arguments),
     _fake,
-    backward_schema=f"(Tensor grad_log_probs, Tensor maximum, Tensor total, {_ARGUMENTS})"
+    backward_schema=f"(Tensor grad_log_probs, Tensor maximum, Tensor total, {_ARGUMENTS}, bool[]? needed=None)"
     " -> (Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)",
     backward=lambda *arguments: backward(REFERENCE, *arguments),
     backward_fake=_backward_fake,
     shapes={"hidden": "N D", "weight": "V D", "labels": "N", "bias": "V"},
     flops="2*N*V*D",
-    backward_flops="6*N*V*D",
+    backward_flops="2*N*V*D*(1 + need_hidden + Max(need_weight, need_bias))",
     summary="log-probabilities of given tokens through the output head, in chunks",
 )

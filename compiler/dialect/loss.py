@@ -15,6 +15,7 @@ token, a z-loss, a loss scale, and a loss that is used twice are all of this kin
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,7 +28,8 @@ from moec.compiler.dialect.head import (
     Kernels,
     Statistics,
     coefficients_of,
-    gradients,
+    gradients_asked_for,
+    head_gradients_fake,
     losses_of,
     statistics,
     weighted_sum,
@@ -156,14 +158,30 @@ def forward(kernels: Kernels, *arguments: Any) -> tuple[Tensor, ...]:
 
 
 def backward(
-    kernels: Kernels, grad_losses: Tensor, grad_lse: Tensor | None, maximum: Tensor, total: Tensor, *arguments: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+    kernels: Kernels,
+    grad_losses: Tensor,
+    grad_lse: Tensor | None,
+    maximum: Tensor,
+    total: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    class_weights: Tensor | None,
+    ignore_index: int,
+    logit_scale: float,
+    softcap: float,
+    label_smoothing: float,
+    rows: int,
+    columns: int,
+    needed: Sequence[bool] | None = None,
+) -> tuple[Tensor, ...]:
     """`moec::linear_cross_entropy_backward` with the given kernels."""
-    head = _head(*arguments)
+    head = _head(
+        hidden, weight, labels, bias, class_weights, ignore_index, logit_scale, softcap, label_smoothing, rows, columns
+    )
     of_rows = Statistics(maximum, total, maximum, maximum)
-    found = gradients(head, coefficients_of(head, of_rows, grad_losses, grad_lse), kernels)
-    bias_dtype = head.hidden.dtype if head.bias is None else head.bias.dtype
-    return found.hidden.to(head.hidden.dtype), found.weight.to(head.weight.dtype), found.bias.to(bias_dtype)
+    return gradients_asked_for(head, coefficients_of(head, of_rows, grad_losses, grad_lse), kernels, needed)
 
 
 def sum_forward(
@@ -216,9 +234,8 @@ def _fake(hidden: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 def _backward_fake(
     grad_losses: Tensor, grad_lse: Tensor | None, maximum: Tensor, total: Tensor, hidden: Tensor, weight: Tensor,
     labels: Tensor, bias: Tensor | None, *rest: Any,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    grad_bias = hidden.new_empty(0) if bias is None else bias.new_empty(bias.shape)
-    return hidden.new_empty(hidden.shape), weight.new_empty(weight.shape), grad_bias
+) -> tuple[Tensor, ...]:  # fmt: skip
+    return head_gradients_fake(hidden, weight, bias, rest[-1])
 
 
 def _sum_fake(
@@ -253,13 +270,13 @@ define_op(
     f"({_HEAD}, {_OPTIONS}) -> (Tensor losses, Tensor lse, Tensor maximum, Tensor total)",
     lambda *arguments: forward(REFERENCE, *arguments),
     _fake,
-    backward_schema=f"(Tensor grad_losses, Tensor? grad_lse, Tensor maximum, Tensor total, {_HEAD}, {_OPTIONS})"
-    " -> (Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)",
+    backward_schema=f"(Tensor grad_losses, Tensor? grad_lse, Tensor maximum, Tensor total, {_HEAD}, {_OPTIONS},"
+    " bool[]? needed=None) -> (Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)",
     backward=lambda *arguments: backward(REFERENCE, *arguments),
     backward_fake=_backward_fake,
     shapes=_SHAPES,
     flops="2*N*V*D",
-    backward_flops="6*N*V*D",
+    backward_flops="2*N*V*D*(1 + need_hidden + Max(need_weight, need_bias))",
     source=_SOURCE,
     summary="output head and cross entropy per row, in chunks of rows and classes",
 )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moec.compiler.dialect._define import define_op, math_dtype
+from moec.compiler.dialect._define import asked_for, define_op, math_dtype, only_asked_for
 from moec.compiler.dialect.activation import gate_activation, gate_activation_slope
 
 
@@ -89,13 +90,25 @@ def _rms_norm_fake(x: Tensor, weight: Tensor, eps: float, zero_centered: bool, c
 
 
 def _rms_norm_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, eps: float, zero_centered: bool, cast_before_weight: bool
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    zero_centered: bool,
+    cast_before_weight: bool,
+    needed: Sequence[bool] | None,
 ) -> tuple[Tensor, Tensor]:
+    of_x, of_weight = asked_for(needed, 2)
     unit, inverse = _unit_rms(x, eps)
     grad = grad.to(unit.dtype)
-    seen = unit.to(x.dtype).to(unit.dtype) if cast_before_weight else unit
-    grad_x = _unit_rms_backward(grad * _scale(weight, zero_centered, unit.dtype), unit, inverse)
-    return grad_x.to(x.dtype).contiguous(), _sum_to_weight(grad * seen, weight)
+    grad_x, grad_weight = x.new_empty(0), weight.new_empty(0)
+    if of_x:
+        scaled = grad * _scale(weight, zero_centered, unit.dtype)
+        grad_x = _unit_rms_backward(scaled, unit, inverse).to(x.dtype).contiguous()
+    if of_weight:
+        seen = unit.to(x.dtype).to(unit.dtype) if cast_before_weight else unit
+        grad_weight = _sum_to_weight(grad * seen, weight)
+    return grad_x, grad_weight
 
 
 def gated_norm_forward(
@@ -107,20 +120,29 @@ def gated_norm_forward(
 
 
 def gated_norm_backward(
-    grad: Tensor, x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: str, zero_centered: bool
+    grad: Tensor,
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    eps: float,
+    activation: str,
+    zero_centered: bool,
+    needed: Sequence[bool] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    of_x, of_gate, of_weight = asked_for(needed, 3)
     unit, inverse = _unit_rms(x, eps)
     grad, wide_gate = grad.to(unit.dtype), gate.to(unit.dtype)
     scale = _scale(weight, zero_centered, unit.dtype)
     opening, slope = gate_activation_slope(wide_gate, activation)
     grad_unit = grad * opening
-    grad_gate = grad * unit * scale * slope
-    grad_x = _unit_rms_backward(grad_unit * scale, unit, inverse)
-    return (
-        grad_x.to(x.dtype).contiguous(),
-        grad_gate.to(gate.dtype).contiguous(),
-        _sum_to_weight(grad_unit * unit, weight),
-    )
+    grad_x, grad_gate, grad_weight = x.new_empty(0), gate.new_empty(0), weight.new_empty(0)
+    if of_gate:
+        grad_gate = (grad * unit * scale * slope).to(gate.dtype).contiguous()
+    if of_x:
+        grad_x = _unit_rms_backward(grad_unit * scale, unit, inverse).to(x.dtype).contiguous()
+    if of_weight:
+        grad_weight = _sum_to_weight(grad_unit * unit, weight)
+    return grad_x, grad_gate, grad_weight
 
 
 def _l2_norm(x: Tensor, eps: float) -> Tensor:
@@ -147,7 +169,8 @@ def unit_l2_backward(grad: Tensor, unit: Tensor, inverse: Tensor) -> Tensor:
 
 def _like(grad: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
     """Empty gradients for the tensors among a backward op's arguments that follow the incoming gradient."""
-    return tuple(value.new_empty(value.shape) for value in inputs if isinstance(value, Tensor))
+    *values, needed = inputs
+    return only_asked_for(needed, [value.new_empty(value.shape) for value in values if isinstance(value, Tensor)])
 
 
 define_op(
@@ -156,12 +179,12 @@ define_op(
     _rms_norm,
     _rms_norm_fake,
     backward_schema="(Tensor grad_y, Tensor x, Tensor weight, float eps, bool zero_centered=False, "
-    "bool cast_before_weight=False) -> (Tensor grad_x, Tensor grad_weight)",
+    "bool cast_before_weight=False, bool[]? needed=None) -> (Tensor grad_x, Tensor grad_weight)",
     backward=_rms_norm_backward,
     backward_fake=_like,
     shapes={"x": "... D", "weight": "D"},
     flops="4*N*D",
-    backward_flops="9*N*D",
+    backward_flops="N*D*(3 + 4*need_x + 2*need_weight)",
     source="Root Mean Square Layer Normalization, arXiv:1910.07467",
     summary="RMS norm over the last dimension",
 )
@@ -171,12 +194,12 @@ define_op(
     gated_norm_forward,
     lambda x, gate, weight, eps, activation, zero_centered: x.new_empty(x.shape),
     backward_schema="(Tensor grad_y, Tensor x, Tensor gate, Tensor weight, float eps, str activation, "
-    "bool zero_centered=False) -> (Tensor grad_x, Tensor grad_gate, Tensor grad_weight)",
+    "bool zero_centered=False, bool[]? needed=None) -> (Tensor grad_x, Tensor grad_gate, Tensor grad_weight)",
     backward=gated_norm_backward,
     backward_fake=_like,
     shapes={"x": "... D", "gate": "... D", "weight": "D"},
     flops="8*N*D",
-    backward_flops="18*N*D",
+    backward_flops="N*D*(7 + 5*need_x + 4*need_gate + 2*need_weight)",
     source="Kimi Linear, arXiv:2510.26692, output gate",
     summary="RMS norm times an activated gate",
 )

@@ -36,8 +36,11 @@ class Definition:
     name: the op's name after `moec::`.
     op, backward: the overloads; `backward` is None for ops without a gradient.
     shapes: argument name -> names of its dimensions, e.g. {"q": "B T H K"}; optional arguments may be absent in a call.
+        Also those of a result that the backward takes, for dimensions that no argument of it has.
     flops: floating point operations as a sympy expression of the dimension names and of number arguments (bool: 0, 1).
-    backward_flops: the same for the backward op, in the names of the forward's shapes.
+    backward_flops: the same for the backward op, in the names of the forward's shapes, and need_NAME, which is 1 where
+        the gradient of NAME is asked for and else 0.
+    only_for: forward argument -> the gradients that alone read it in backward.
     recompute: whether a partition may run the op again in backward (never for routing decisions).
     source: paper or section that states the formula.
     """
@@ -48,6 +51,7 @@ class Definition:
     flops: str
     backward: OpOverload | None = None
     backward_flops: str = "0"
+    only_for: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     recompute: Recompute = True
     source: str = ""
     summary: str = field(default="", compare=False)
@@ -57,8 +61,10 @@ class Definition:
         return _evaluate(self.flops, self.bind(args, kwargs))
 
     def backward_flops_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> sympy.Expr:
-        """FLOPs of the backward that belongs to one forward call with these arguments."""
-        return _evaluate(self.backward_flops, self.bind(args, kwargs))
+        """FLOPs of the backward that belongs to one forward call with these arguments; need_NAME=0 leaves one out."""
+        assert self.backward is not None
+        names = (result.name.removeprefix("grad_") for result in self.backward._schema.returns)
+        return _evaluate(self.backward_flops, {f"need_{n}": sympy.Integer(1) for n in names} | self.bind(args, kwargs))
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, sympy.Expr]:
         """Dimension names -> sizes for one call; a size that disagrees with an earlier one raises ValueError."""

@@ -222,7 +222,7 @@ define_op(
     " bool renormalize, float scale, float renorm_eps) -> Tensor grad_logits",
     backward=_route_backward,
     backward_fake=_route_backward_fake,
-    shapes={"logits": "N E", "bias": "E"},
+    shapes={"logits": "N E", "bias": "E", "indices": "N top_k"},
     flops="N*(5*E + 3*top_k)",
     backward_flops="5*N*E",
     recompute=False,

@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from moec.compiler.cost import node_flops
 from moec.compiler.dialect import DEFINITIONS
 
 Args = Sequence[Any]
@@ -35,8 +37,28 @@ def check_op(name: str, args: Args) -> None:
     torch.library.opcheck(definition.backward, backward_args(name, args))
     check_gradients(definition.op, args)
     check_layouts(definition.op, args)
+    check_chosen_gradients(name, args)
     assert definition.flops_of(args, {}) > 0
-    assert definition.backward_flops_of(args, {}) > 0
+    assert backward_cost(name, args) == float(definition.backward_flops_of(args, {})) > 0
+
+
+def backward_cost(name: str, args: Args) -> float:
+    """FLOPs of the backward op as a graph that calls it tells them."""
+    graph, definition = fx.Graph(), DEFINITIONS[name]
+
+    def placeholder(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return [placeholder(item) for item in value]
+        if not isinstance(value, Tensor):
+            return value
+        node = graph.placeholder("value")
+        node.meta["val"] = value
+        return node
+
+    given = backward_args(name, args)
+    call = graph.call_function(definition.backward, tuple(map(placeholder, given)))  # type: ignore[arg-type]
+    call.meta["val"] = definition.backward(*given)  # type: ignore[misc]
+    return node_flops(call)
 
 
 def backward_args(name: str, args: Args) -> tuple[Any, ...]:
@@ -45,12 +67,68 @@ def backward_args(name: str, args: Args) -> tuple[Any, ...]:
     assert definition.backward is not None
     plain = [_detached(value) for value in args]
     arguments = definition.op._schema.arguments
-    values = {argument.name: argument.default_value for argument in arguments}
-    values |= dict(zip(values, plain, strict=False))
+    values = {
+        argument.name: argument.default_value for argument in (*arguments, *definition.backward._schema.arguments)
+    }
+    values |= dict(zip((argument.name for argument in arguments), plain, strict=False))
     for result, value in zip(definition.op._schema.returns, _tuple(definition.op(*plain)), strict=True):
         values[result.name] = value
         values[f"grad_{result.name}"] = torch.randn_like(value)
     return tuple(values[argument.name] for argument in definition.backward._schema.arguments)
+
+
+def check_chosen_gradients(name: str, args: Args) -> None:
+    """Each gradient on its own, and each left out, is what it is with all of them; the others are empty.
+
+    The same through autograd, where the arguments that want no gradient are frozen.
+    """
+    definition = DEFINITIONS[name]
+    assert definition.backward is not None
+    schema = definition.backward._schema
+    if schema.arguments[-1].name != "needed":
+        return
+    given = dict(zip((argument.name for argument in schema.arguments), backward_args(name, args), strict=True))
+    everything = definition.backward(*given.values())
+    names = [result.name.removeprefix("grad_") for result in schema.returns]
+    for chosen in {*((one,) for one in names), *(tuple(n for n in names if n != one) for one in names)}:
+        flags = [n in chosen for n in names]
+        unread = {x for x, readers in definition.only_for.items() if not set(readers) & set(chosen)}
+        call = tuple(None if argument in unread else value for argument, value in given.items())[:-1]
+        torch.library.opcheck(definition.backward, (*call, flags), test_utils=("test_faketensor",))
+        for value, wanted, flag in zip(definition.backward(*call, flags), everything, flags, strict=True):
+            if flag:
+                assert all(torch.equal(one, two) for one, two in zip(_list(value), _list(wanted), strict=True))
+            assert flag or sum(one.numel() for one in _list(value)) == 0
+        _check_frozen(name, args, chosen, names)
+
+
+def _check_frozen(name: str, args: Args, chosen: Sequence[str], returned: Sequence[str]) -> None:
+    """Gradients of `chosen` with every other argument frozen; the backward op is asked for these and what is absent."""
+    definition = DEFINITIONS[name]
+    named = dict(zip((argument.name for argument in definition.op._schema.arguments), args, strict=False))
+    wanted = {n for n in chosen if leaves_of([named.get(n)])}
+    if not wanted:
+        return
+    asked: list[list[bool] | None] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function is definition.backward:
+                asked.append(args[-1] if len(args) == len(function._schema.arguments) else None)
+            return function(*args, **(kwargs or {}))
+
+    frozen = [value if n in wanted else _detached(value) for n, value in named.items()]
+    everything = dict(zip(map(id, leaves_of(args)), run(definition.op, args, _wave)[1], strict=True))
+    with Watch():
+        _, grads = run(definition.op, frozen, _wave)
+    for leaf, grad in zip(leaves_of(frozen), grads, strict=True):
+        assert torch.equal(grad, everything[id(leaf)])
+    flags = [n in wanted or named.get(n) is None for n in returned]
+    assert asked == [None if all(flags) else flags]
+
+
+def _list(value: Any) -> list[Tensor]:
+    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def check_gradients(function: Callable[..., Any], args: Args) -> None:

@@ -28,7 +28,9 @@ def test_entry_is_complete(name: str) -> None:
     assert getattr(dialect, name).__doc__
     assert definition.summary
     arguments = {argument.name for argument in definition.op._schema.arguments}
-    assert set(definition.shapes) <= arguments
+    results = {result.name for result in definition.op._schema.returns}
+    assert set(definition.shapes) <= arguments | results
+    assert set(definition.only_for) <= arguments
     assert lookup(definition.op) is definition
     if definition.backward is None:
         assert definition.backward_flops == "0"
