@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,7 @@ from moec.compiler.ambient import current
 from moec.compiler.capture import Capture, capture
 from moec.compiler.graph import OUTER, Signature, Unit, module_path
 from moec.compiler.log import PassLog
+from moec.compiler.nodes import source_of
 from moec.compiler.pass_manager import Pass
 from moec.compiler.plan import Plan
 from moec.compiler.printer import graph_text, op_text
@@ -204,7 +206,7 @@ def _check(step: Pass, unit: str, old: _Graph, new: _Graph, values: _Values) -> 
     excess = max((error / bounds[name] for name, error in errors.items()), default=0.0)
     where = ""
     if excess > 1.0:
-        where = _find_move(new.module.graph, _run(old, values, trace=True), _run(new, values, trace=True), base)
+        where = _find_move(new, _run(old, values, trace=True), _run(new, values, trace=True), base)
     return PassCheck(
         step.name,
         unit,
@@ -271,8 +273,12 @@ class _Tracer(fx.Interpreter):
         return value
 
 
-def _find_move(graph: fx.Graph, one: _Run, two: _Run, bound: float) -> str:
-    """The first surviving node of the new `graph` whose value differs, or else the last whose gradient does."""
+def _find_move(new: _Graph, one: _Run, two: _Run, bound: float) -> str:
+    """The first surviving node of the `new` graph whose value differs, or else the last whose gradient does.
+
+    Where no surviving node is off, the same for results, and for the gradients of inputs.
+    """
+    graph = new.module.graph
     surviving = [node for node in graph.nodes if node.name in one.nodes and node.name in two.nodes]
     for node in surviving:
         pairs = list(itertools.zip_longest(two.nodes[node.name], one.nodes[node.name]))
@@ -282,7 +288,15 @@ def _find_move(graph: fx.Graph, one: _Run, two: _Run, bound: float) -> str:
         gradients = two.node_gradients.get(node.name), one.node_gradients.get(node.name)
         if _differs(*gradients, bound):
             return f"gradient of {_text(node)}{_new(node.users, one, 'which goes through the new')}"
-    return "a result itself, or the gradient of an input: every node that both graphs have agrees"
+    results: Any = graph.output_node().args[0]
+    for node, output in zip(results, new.signature.outputs, strict=True):
+        name = f"result {output.name}"
+        if name in one.results and _differs(two.results.get(name), one.results[name], bound):
+            return f"{name}{_new([node], one, 'which is the new')}"
+    for node, value in zip(graph.find_nodes(op="placeholder"), new.signature.inputs, strict=True):
+        if _differs(two.gradients.get(value.name), one.gradients.get(value.name), bound):
+            return f"gradient of {value.name}{_new(node.users, one, 'which goes through the new')}"
+    return "no value or gradient by itself: all are within the bound of their dtype"
 
 
 def _differs(value: Tensor | None, reference: Tensor | None, bound: float) -> bool:
@@ -292,8 +306,10 @@ def _differs(value: Tensor | None, reference: Tensor | None, bound: float) -> bo
 
 
 def _new(neighbours: Iterable[fx.Node], one: _Run, phrase: str) -> str:
-    new = [node for node in neighbours if node.op == "call_function" and node.name not in one.nodes]
-    return f", {phrase} {', '.join(_text(node) for node in new)}" if new else ", whose own arguments changed"
+    """What the old graph did not have among `neighbours`; a result of several by the op that makes them."""
+    found = [node for node in neighbours if node.op == "call_function" and node.name not in one.nodes]
+    new = dict.fromkeys(source_of(node) if node.target is operator.getitem else node for node in found)
+    return f", {phrase} {', '.join(map(_text, new))}" if new else ", whose own arguments changed"
 
 
 def _text(node: fx.Node) -> str:
