@@ -367,6 +367,18 @@ def assert_model(model: nn.Module, lengths: tuple[int, ...], bound: float) -> Ba
     return log
 
 
+def remember(model: nn.Module) -> None:
+    """Slow decay in every recurrence.
+
+    As initialised, qwen3_next forgets within a token. The gradients of its decay are then differences of numbers that
+    are nearly equal, and the order of sums alone moves them by 1e-4.
+    """
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):
+                parameter.copy_(torch.empty_like(parameter).uniform_(0.02, 0.5).log())
+
+
 def test_a_k3_model_is_fused_and_eagers() -> None:
     model = Losses(small_k3().double())
     function, log = compiled(model)
@@ -392,8 +404,8 @@ def test_hugging_face_models_of_any_length(kind: str) -> None:
 
     torch.manual_seed(0)
     model = from_config(tiny_config(kind), dtype=torch.float32)
-    # qwen3_next solves a triangular system per chunk, which amplifies the rounding of sums in another order.
-    assert_model(model, (16, 24, 20), bound=5e-5 if kind == "qwen3_next" else 1e-5)
+    remember(model)
+    assert_model(model, (16, 24, 20), bound=1e-5)
 
 
 @pytest.mark.slow

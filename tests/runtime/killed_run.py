@@ -23,7 +23,8 @@ from tests.runtime.toy import toy_data, toy_step
 
 # Where the process dies: function, the number of its call that belongs to the third save, before or after its work.
 # Each save writes tensors once, writes two small files (manifest, LATEST), and publishes three times (manifest, folder,
-# LATEST); with two checkpoints to keep, the third save is the first that removes one.
+# LATEST); with two checkpoints to keep, the third save is the first that removes one. rmtree is called at the end of
+# each save, for what a failed one leaves, and twice by a removal: for an older rest, and then for the folder itself.
 POINTS: dict[str, tuple[Any, str, int, str]] = {
     "before tensors": (dcp.FileSystemWriter, "write_data", 3, "before"),
     "after tensors": (dcp.FileSystemWriter, "write_data", 3, "after"),
@@ -33,7 +34,7 @@ POINTS: dict[str, tuple[Any, str, int, str]] = {
     "before LATEST": (durable, "publish", 9, "before"),
     "after LATEST": (durable, "publish", 9, "after"),
     "before removal": (durable, "remove_folder", 1, "before"),
-    "inside removal": (shutil, "rmtree", 2, "before"),
+    "inside removal": (shutil, "rmtree", 4, "before"),
 }
 
 
