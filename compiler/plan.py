@@ -107,30 +107,32 @@ class MeshPlan:
 class LossPlan:
     """How many logits exist at a time in the output head, forward and backward.
 
-    memory: their bytes, such as "1.25GiB". rows, columns: rows of hidden states and classes of the vocabulary per
-    chunk; what is None follows from the memory: all classes as long as 512 rows of them fit, fewer classes then.
+    memory: their bytes, such as "1.25GiB"; None: 1.25 GiB, or what the returned gradient of the head's weight takes if
+    that is more, since it is made where the last chunk is gone. rows, columns: rows of hidden states and classes of the
+    vocabulary per chunk; what is None follows from the memory: all classes as long as 512 rows of them fit, fewer
+    classes then.
     """
 
-    memory: str = "1.25GiB"
+    memory: str | None = None
     rows: int | None = None
     columns: int | None = None
 
     def __post_init__(self) -> None:
         _convert_fields(self, "loss.")
         try:
-            size = parse_bytes(self.memory)
+            size = self.memory_bytes
         except ValueError as error:
             raise PlanError(
                 f"plan field loss.memory is {self.memory!r}", where="plan.loss.memory", why=str(error)
             ) from None
-        _require(size >= 1, "loss.memory", f"is {self.memory}", "it is at least 1B")
+        _require(size is None or size >= 1, "loss.memory", f"is {self.memory}", "it is at least 1B")
         for name in ("rows", "columns"):
             value = getattr(self, name)
             _require(value is None or value >= 1, f"loss.{name}", f"is {value}", "it is at least 1")
 
     @property
-    def memory_bytes(self) -> int:
-        return parse_bytes(self.memory)
+    def memory_bytes(self) -> int | None:
+        return None if self.memory is None else parse_bytes(self.memory)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ import torch
 from torch import fx
 
 import moec.compiler.dialect  # noqa: F401  (registers torch.ops.moec)
-from moec.compiler.dialect.loss_chunks import ChunkSizes, chunk_sizes, logit_size
+from moec.compiler.dialect.loss_chunks import ChunkSizes, head_sizes
 from moec.compiler.graph import Unit, tensor_meta
 from moec.compiler.matching import Failure, Match, match
 from moec.compiler.nodes import aten, bound_args, describe, used_outside
@@ -168,9 +168,7 @@ class _Rewriting:
         tensor = tensor_meta(logits.hidden)
         assert tensor is not None
         plan, rows = self.plan, tensor.shape[0]
-        found = chunk_sizes(
-            logits.classes, logit_size(tensor), memory=plan.memory_bytes, rows=plan.rows, columns=plan.columns
-        )
+        found = head_sizes(tensor, logits.classes, plan.rows, plan.columns, plan.memory_bytes)
         return replace(found, rows=max(1, min(found.rows, rows))) if isinstance(rows, int) else found
 
     def _labels(self, found: Match, rewriter: Rewriter) -> fx.Node:

@@ -25,7 +25,7 @@ from moec.compiler.dialect.head import (
     losses_of,
     statistics,
 )
-from moec.compiler.dialect.loss_chunks import default_sizes
+from moec.compiler.dialect.loss_chunks import head_sizes
 
 
 def token_log_probs(
@@ -44,11 +44,11 @@ def token_log_probs(
 
     Float32 (float64 for float64 inputs), 0 where the label is ignore_index. logit_scale is one over a temperature;
     softcap > 0 caps the scaled logits. rows, columns: the most logits that exist at a time, also in backward; by
-    default as many as fit 1.25 GiB. Labels out of range as for `linear_cross_entropy`.
+    default as many as `LossPlan` says. Labels out of range as for `linear_cross_entropy`.
     """
     if hidden.shape[:-1] != labels.shape:
         raise ValueError(f"moec::token_log_probs: hidden {tuple(hidden.shape)} and labels {tuple(labels.shape)} differ")
-    sizes = default_sizes(hidden, weight.shape[0], rows, columns)
+    sizes = head_sizes(hidden, weight.shape[0], rows, columns)
     found, *_ = torch.ops.moec.token_log_probs(
         hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), bias, ignore_index, logit_scale, softcap,
         sizes.rows, sizes.columns,

@@ -34,7 +34,7 @@ from moec.compiler.dialect.head import (
     statistics,
     weighted_sum,
 )
-from moec.compiler.dialect.loss_chunks import default_sizes
+from moec.compiler.dialect.loss_chunks import head_sizes
 
 
 def linear_cross_entropy(
@@ -61,7 +61,7 @@ def linear_cross_entropy(
     that is not ignored; token_weights [N] multiply the losses, and get a gradient too. reduction: "none" [N], "sum", or
     "mean": the sum over that of the class weights (1 without) times token_weights of the rows that are not ignored;
     where none is left it is 0 with zero gradients. Scalars and [N] are float32 (float64 for float64 inputs). rows,
-    columns: the most logits that exist at a time, also in backward; by default as many as fit 1.25 GiB.
+    columns: the most logits that exist at a time, also in backward; by default as many as `LossPlan` says.
 
     A label that is neither ignore_index nor in [0, V) raises IndexError on CPU; on CUDA, where reading the labels would
     stall the device, its loss is NaN and its row adds nothing to any gradient. ValueError for another reduction.
@@ -69,7 +69,7 @@ def linear_cross_entropy(
     if reduction not in ("none", "sum", "mean"):
         raise ValueError(f"reduction {reduction!r}, expected none, sum or mean")
     if reduction == "none":
-        sizes = default_sizes(hidden, weight.shape[0], rows, columns)
+        sizes = head_sizes(hidden, weight.shape[0], rows, columns)
         form = (ignore_index, logit_scale, softcap, label_smoothing, sizes.rows, sizes.columns)
         losses, lse, *_ = torch.ops.moec.linear_cross_entropy(hidden, weight, labels, bias, class_weights, *form)
         if z_loss:
@@ -123,7 +123,7 @@ def linear_cross_entropy_sum(
     """
     if z_weights is not None and z_weights.requires_grad:
         raise ValueError("weights of a z-loss have no gradient here; compose it from losses of reduction none")
-    sizes = default_sizes(hidden, weight.shape[0], rows, columns)
+    sizes = head_sizes(hidden, weight.shape[0], rows, columns)
     wanted = (hidden.requires_grad, weight.requires_grad or (bias is not None and bias.requires_grad))
     flags = wanted if torch.is_grad_enabled() else (False, False)
     return torch.ops.moec.linear_cross_entropy_sum(

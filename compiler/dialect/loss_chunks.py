@@ -16,7 +16,7 @@ from moec.compiler.dialect._define import math_dtype
 
 FEWEST_ROWS = 512
 GRANULE = 128
-DEFAULT_BYTES = 5 << 28  # 1.25 GiB: 4096 rows of 163840 classes in 16 bits
+LEAST_BYTES = 5 << 28  # 1.25 GiB: 4096 rows of 163840 classes in 16 bits
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class ChunkSizes:
 
 
 def chunk_sizes(
-    classes: int, size: int, *, memory: int = DEFAULT_BYTES, rows: int | None = None, columns: int | None = None
+    classes: int, size: int, *, memory: int = LEAST_BYTES, rows: int | None = None, columns: int | None = None
 ) -> ChunkSizes:
     """Chunks of logits of `size` bytes each that fit `memory` bytes; `rows` or `columns` settle one or both.
 
@@ -49,10 +49,17 @@ def chunk_sizes(
     return ChunkSizes(_rounded(logits // columns) if rows is None else rows, columns)
 
 
-def default_sizes(hidden: Tensor, classes: int, rows: int | None, columns: int | None) -> ChunkSizes:
-    """Chunks for a call that says rows, columns, one of them or nothing."""
-    size = logit_size(hidden)
-    return chunk_sizes(classes, size, rows=rows, columns=columns)
+def head_sizes(
+    hidden: Tensor, classes: int, rows: int | None, columns: int | None, memory: int | None = None
+) -> ChunkSizes:
+    """Chunks for hidden [N, D]; without a budget, what costs no memory beyond 1.25 GiB.
+
+    The gradient of the weight [V, D] is rounded to the dtype it is returned in when all logits are gone: a chunk of its
+    size adds nothing to the peak. Of logits in that dtype it holds D rows.
+    """
+    if memory is None:
+        memory = max(LEAST_BYTES, classes * int(hidden.shape[-1]) * hidden.element_size())
+    return chunk_sizes(classes, logit_size(hidden), memory=memory, rows=rows, columns=columns)
 
 
 def logit_size(hidden: Tensor) -> int:

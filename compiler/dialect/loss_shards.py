@@ -23,7 +23,7 @@ from torch import Tensor
 
 from moec.compiler.dialect._define import define_op, math_dtype
 from moec.compiler.dialect.head import REFERENCE, Coefficients, Head, Kernels, Statistics, gradients, statistics
-from moec.compiler.dialect.loss_chunks import default_sizes
+from moec.compiler.dialect.loss_chunks import head_sizes
 
 
 def logit_statistics(
@@ -45,7 +45,7 @@ def logit_statistics(
     labels int64 [N] are those of the whole vocabulary; what is no class of this shard is no error. smoothed: whether
     the weighted sum of all logits is wanted (0 otherwise). Float32 (float64 for float64 inputs).
     """
-    sizes = default_sizes(hidden, weight.shape[0], rows, columns)
+    sizes = head_sizes(hidden, weight.shape[0], rows, columns)
     return Statistics(
         *torch.ops.moec.logit_statistics(
             hidden, weight, labels, bias, class_weights, first_class, smoothed, logit_scale, softcap, sizes.rows,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hypothesis.strategies as st
 import pytest
+import torch
 from hypothesis import given
 
 from moec.compiler.dialect.head import even_blocks
-from moec.compiler.dialect.loss_chunks import DEFAULT_BYTES, ChunkSizes, chunk_sizes
+from moec.compiler.dialect.loss_chunks import ChunkSizes, chunk_sizes, head_sizes
 
 GiB = 2**30
 
@@ -41,10 +42,17 @@ def test_chunks_fit_the_memory(classes: int, size: int, memory: int) -> None:
     assert found.rows * found.columns * size <= max(memory, size)
 
 
-def test_the_default_is_what_the_plan_says() -> None:
-    from moec.compiler.plan import LossPlan
-
-    assert LossPlan().memory_bytes == DEFAULT_BYTES
+@pytest.mark.parametrize(
+    ("width", "dtype", "rows"),
+    [(64, torch.float32, 2048), (4096, torch.float32, 4096), (7168, torch.float32, 7168), (7168, torch.bfloat16, 3584)],
+)
+def test_without_a_budget_a_chunk_is_as_large_as_the_gradient_of_the_weight(
+    width: int, dtype: torch.dtype, rows: int
+) -> None:
+    """On a CPU, where logits are float32; the gradient is in the dtype of the weight."""
+    hidden = torch.empty(1, width, dtype=dtype)
+    assert head_sizes(hidden, 163840, None, None) == ChunkSizes(rows, 163840)
+    assert head_sizes(hidden, 163840, None, None, 5 << 28) == ChunkSizes(2048, 163840)
 
 
 @given(st.integers(0, 5000), st.integers(1, 3000))
