@@ -32,7 +32,7 @@ from moec.compiler.lower import add_choice, lower
 from moec.compiler.pass_manager import Pass, PassContext, PassRecord, Pipeline
 from moec.compiler.plan import Plan
 from moec.compiler.spec import check_lowered, check_stage
-from moec.driver import selected_passes
+from moec.fused_stage import selected_passes
 
 aten = torch.ops.aten
 

@@ -36,8 +36,9 @@ from moec.compiler.regions import patched_forwards, weight_slots
 from moec.compiler.template import Template
 from moec.compiler.view import TrainingView
 from moec.distance import largest_by_role, relative_error, role
-from moec.driver import example_inputs, run_passes
+from moec.fused_stage import run_passes
 from moec.models.adapters import training_view
+from moec.preflight import example_inputs
 
 _BOUNDS = {torch.float64: 1e-11, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 _NOISE_RATIO = 3.0

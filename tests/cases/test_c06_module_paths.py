@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 from torch import fx, nn
 
+from moec.compilation import Compilation
 from moec.compiler import differentiate
 from moec.compiler.errors import PlanError
 from moec.compiler.graph import module_path
 from moec.compiler.plan import Plan
-from moec.driver import Compilation, build
+from moec.driver import build
 
 from ..spine import WIDTH, Language, Layer, seeded, small_k3
 

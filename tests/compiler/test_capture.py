@@ -16,8 +16,8 @@ from moec.compiler.errors import CaptureError
 from moec.compiler.graph import OUTER, module_path
 from moec.compiler.plan import Plan
 from moec.compiler.region_op import templates_in_scope
-from moec.driver import example_inputs
 from moec.models.adapters import training_view
+from moec.preflight import example_inputs
 
 from ..spine import PLAN, WIDTH, Language, Layer, batch_for, distance, mean_loss, seeded
 

@@ -14,8 +14,8 @@ from moec.compiler.errors import PassError
 from moec.compiler.plan import Plan
 from moec.compiler.region_op import region, region_backward, templates_in_scope
 from moec.compiler.template import Template
-from moec.driver import example_inputs
 from moec.models.adapters import training_view
+from moec.preflight import example_inputs
 
 from ..spine import PLAN, WIDTH, Language, Layer, distance, seeded
 

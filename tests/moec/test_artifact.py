@@ -18,7 +18,7 @@ import moec
 from moec.artifact import _device_here
 from moec.compiler.errors import ArtifactError
 from moec.compiler.plan import MeshPlan, Plan
-from moec.driver import _device_of_program
+from moec.preflight import device_of_program
 
 from ..spine import PLAN, WIDTH, Language, Layer, batch_for, distance, seeded
 
@@ -229,8 +229,8 @@ class _On:
 def test_a_program_for_several_ranks_names_no_device_number() -> None:
     """Ranks on the GPUs of one machine run the same text."""
     on_one: Any = _On("cuda:1")
-    assert _device_of_program(on_one, Plan()) == torch.device("cuda:1")
-    assert _device_of_program(on_one, Plan(mesh=MeshPlan(fsdp=2))) == torch.device("cuda")
+    assert device_of_program(on_one, Plan()) == torch.device("cuda:1")
+    assert device_of_program(on_one, Plan(mesh=MeshPlan(fsdp=2))) == torch.device("cuda")
     for saved, model, here in (
         ("cuda:0", "cuda:1", "cuda:1"),
         ("cuda", "cuda:1", "cuda"),

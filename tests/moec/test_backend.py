@@ -109,7 +109,7 @@ def test_a_model_is_fused_and_has_eagers_gradients() -> None:
 
 def test_a_wrong_pass_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison fails when the graph is not the model's any more."""
-    from moec import driver
+    from moec import fused_stage
     from moec.compiler.pass_manager import Pass, Report
 
     class Wrong(Pass):
@@ -120,7 +120,7 @@ def test_a_wrong_pass_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
                 node.target = torch.ops.aten.relu.default
             return Report()
 
-    monkeypatch.setattr(driver, "SEMANTIC_PASSES", (Wrong(),))
+    monkeypatch.setattr(fused_stage, "SEMANTIC_PASSES", (Wrong(),))
     model = seeded(Language, Layer())
     with pytest.raises(AssertionError):
         assert_same(compiled(model)[0], model, *batch_of())

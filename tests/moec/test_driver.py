@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import moec
-from moec import driver
+from moec import driver, fused_stage, placed_stages
 from moec.codegen.program import ProgramText, write_program
 from moec.compiler.errors import CaptureError, PassError, PlanError, UnsupportedModelError
 from moec.compiler.graph import Unit
@@ -165,7 +165,7 @@ def test_every_stage_is_in_the_log_and_can_be_looked_at() -> None:
 
 def test_a_pass_can_be_left_out() -> None:
     model = seeded(Language, Layer(), Layer())
-    names = tuple(step.name for step in driver.SEMANTIC_PASSES)
+    names = tuple(step.name for step in fused_stage.SEMANTIC_PASSES)
     step = assert_like_eager(model, Plan(batch=2, length=6, disable=names))
     assert "moec.gated_mlp_act" not in step.source
     assert step.log.records == []
@@ -180,7 +180,7 @@ def test_a_wrong_pass_is_caught_by_its_stages_spec(monkeypatch: pytest.MonkeyPat
                 node.target = torch.nn.functional.silu
             return Report()
 
-    monkeypatch.setattr(driver, "SEMANTIC_PASSES", (Wrong(),))
+    monkeypatch.setattr(fused_stage, "SEMANTIC_PASSES", (Wrong(),))
     with pytest.raises(moec.MoecError, match="after pass wrong the recognized spec does not hold"):
         build(seeded(Language, Layer(), Layer()), Plan(batch=2, length=6, check=True))
 
@@ -191,7 +191,7 @@ def test_a_wrong_lowering_is_caught_by_its_stages_spec(monkeypatch: pytest.Monke
             node.target = torch.nn.functional.silu
         return {}
 
-    monkeypatch.setattr(driver, "lower", wrong)
+    monkeypatch.setattr(placed_stages, "lower", wrong)
     with pytest.raises(moec.MoecError, match="after lowering the lowered spec does not hold: every op can be written"):
         build(seeded(Language, Layer(), Layer()), PLAN)
 
@@ -217,7 +217,7 @@ def test_a_pass_that_expected_something_and_found_nothing_warns(monkeypatch: pyt
         def expected(self, unit: Unit) -> str:
             return "" if unit.is_outer else "the layer has a norm"
 
-    monkeypatch.setattr(driver, "SEMANTIC_PASSES", (Blind(),))
+    monkeypatch.setattr(fused_stage, "SEMANTIC_PASSES", (Blind(),))
     log = build(seeded(Language, Layer(), Layer()), PLAN).log
     assert log.warnings() == ["blind on layer: the layer has a norm"]
     assert "matched nothing blind on layer: the layer has a norm" in str(log)

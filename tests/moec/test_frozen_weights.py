@@ -11,8 +11,9 @@ from torch import fx, nn
 
 import moec
 from moec.codegen.program import Section
+from moec.compilation import Compilation
 from moec.compiler.cost import graph_cost
-from moec.driver import Compilation, build
+from moec.driver import build
 
 from ..spine import PLAN, assert_equal_gradients, batch_for, small_k3
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import fx
 
-from moec import driver
+from moec import fused_stage
 from moec.compiler.graph import Unit
 from moec.compiler.pass_manager import Pass, PassContext, Report
 from moec.compiler.plan import Plan
@@ -106,7 +106,7 @@ class Checks(Protocol):
 @pytest.fixture
 def checks(monkeypatch: pytest.MonkeyPatch) -> Checks:
     def run(*passes: Pass) -> list[PassCheck]:
-        monkeypatch.setattr(driver, "SEMANTIC_PASSES", passes)
+        monkeypatch.setattr(fused_stage, "SEMANTIC_PASSES", passes)
         torch.manual_seed(0)
         batch = next(random_batches(PLAN, VOCABULARY, seed=0))
         return check_passes(SmallModel(), PLAN, microbatches(batch)[0])
@@ -156,7 +156,7 @@ def test_the_outer_graph_is_checked_with_its_layers_executed(checks: Checks) -> 
 
 
 def test_verify_names_the_first_wrong_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "SEMANTIC_PASSES", (Innocent(), Scaled(), WrongHead()))
+    monkeypatch.setattr(fused_stage, "SEMANTIC_PASSES", (Innocent(), Scaled(), WrongHead()))
     report = verify(SmallModel(), PLAN, steps=1)
     assert not report.equal
     first = report.first_pass()

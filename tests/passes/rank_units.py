@@ -13,14 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from moec import driver
 from moec.compiler.capture import capture
 from moec.compiler.differentiate import differentiate
 from moec.compiler.graph import InputValue, Unit
 from moec.compiler.log import PassLog
 from moec.compiler.partition import Partitioned, partition
 from moec.compiler.plan import MeshPlan, Plan
+from moec.fused_stage import run_passes
 from moec.models.adapters import training_view
+from moec.preflight import example_inputs
 from moec.runtime.simulate import simulate
 
 
@@ -51,8 +52,8 @@ def units_of(model: nn.Module, plan: Plan) -> tuple[dict[str, Unit], PassLog]:
     model.train()
     view = training_view(model, plan)
     log = PassLog()
-    captured = capture(view, plan, driver.example_inputs(model, plan))
-    driver.run_passes(captured, plan, log)
+    captured = capture(view, plan, example_inputs(model, plan))
+    run_passes(captured, plan, log)
     return captured.program.units, log
 
 

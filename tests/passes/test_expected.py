@@ -16,7 +16,6 @@ from moec.compiler.document_inputs import document_inputs
 from moec.compiler.graph import Unit
 from moec.compiler.pass_manager import Pass, PassContext, Report
 from moec.compiler.plan import Plan
-from moec.driver import example_inputs
 from moec.models import build
 from moec.models.adapters import training_view
 from moec.passes.fuse_attention_gate import FuseAttentionGate
@@ -26,6 +25,7 @@ from moec.passes.recognize_attention import RecognizeAttention
 from moec.passes.recognize_conv import RecognizeConv
 from moec.passes.recognize_depth_mix import RecognizeDepthMix
 from moec.passes.recognize_mlp import RecognizeMlp
+from moec.preflight import example_inputs
 
 from .support import ONE_RANK, Call, apply, unit_of
 

@@ -1,0 +1,48 @@
+"""What the stages of a compilation produce."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from moec.codegen.program import ProgramText, Section
+from moec.compiler.capture import Capture
+from moec.compiler.layout import BucketInstance
+from moec.compiler.log import PassLog
+from moec.compiler.partition import Partitioned
+from moec.compiler.plan import Plan
+from moec.compiler.printer import StageGraphs
+from moec.compiler.view import TrainingView
+from moec.compiler.wire import Collective, microbatch_collectives
+
+
+@dataclass
+class Compilation:
+    """Everything the stages produced; `compile` wraps it into a step, the command line prints it.
+
+    stages: stage name -> graphs as text. unreached: trainable parameters that no gradient reaches by the model's own
+    design; the optimizer leaves them alone. buckets: what lies sharded where, on several ranks.
+    """
+
+    model: nn.Module
+    view: TrainingView
+    plan: Plan
+    captured: Capture
+    log: PassLog
+    sections: list[Section] = field(default_factory=list)
+    outer: Partitioned | None = None
+    unreached: list[str] = field(default_factory=list)
+    buckets: dict[str, BucketInstance] = field(default_factory=dict)
+    stages: dict[str, StageGraphs] = field(default_factory=dict)
+    program: ProgramText | None = None
+
+    def collectives(self) -> list[Collective]:
+        """Those of one microbatch, in program order."""
+        layers = {section.template.name: section.parts for section in self.sections}
+        return microbatch_collectives(self.outer, layers) if self.outer is not None else []
+
+    def balanced_routers(self) -> list[tuple[str, str, int]]:
+        """(bias path, histogram path, top-k) of every router whose counts the program writes."""
+        written = self.outer.joint.buffers if self.outer is not None else {}
+        return [router for router in self.view.balanced if router[1] in written]
