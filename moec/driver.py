@@ -1,11 +1,9 @@
 """`moec.compile(model, plan)`: all stages in order, from a module to a running, readable training step.
 
 1. captured    the view of the model, traced on fakes; one graph per layer template and the outer graph
-2. fused       semantic passes on every graph (passes/)
-3. joint       each graph differentiated
-4. placed      split into forward and backward, with a decision for every value that crosses
-5. lowered     an implementation chosen for every dialect op
-6. emitted     the program text; loaded again from that text, so what runs is what can be read
+2. fused       semantic passes on every graph (fused_stage.py)
+3. joint, sharded, placed, lowered      from graphs to parts with implementations (placed_stages.py)
+4. emitted     the program text; loaded again from that text, so what runs is what can be read
 """
 
 from __future__ import annotations
