@@ -16,6 +16,8 @@ from rich.table import Table
 from moec.compiler.cost import Cost
 from moec.compiler.errors import ArtifactError
 from moec.compiler.hardware import hardware
+from moec.compiler.memory import MemoryPlan, StateBytes
+from moec.compiler.memory_table import memory_table
 from moec.compiler.partition import Placement
 from moec.compiler.pass_manager import Change, NearMiss, PassRecord
 
@@ -35,6 +37,7 @@ class PassLog:
 
     notes: what was swapped before tracing. near_misses: layers that could not be templates. records: the passes.
     placements: unit -> what is kept or computed again. lowering: op -> implementation chosen and why.
+    memory: the prediction for one rank, once the program is known.
     """
 
     notes: list[str] = field(default_factory=list)
@@ -43,6 +46,7 @@ class PassLog:
     placements: dict[str, list[Placement]] = field(default_factory=dict)
     lowering: dict[str, str] = field(default_factory=dict)
     stages: list[StageTime] = field(default_factory=list)
+    memory: MemoryPlan | None = None
 
     def matches(self, name: str) -> list[tuple[str, Change]]:
         """(unit, match) of one pass."""
@@ -84,6 +88,8 @@ class PassLog:
         if idle:
             yield f"[dim]matched nothing in any unit[/dim] {', '.join(idle)}"
         yield from (f"[yellow]matched nothing[/yellow] {escape(warning)}" for warning in self.warnings())
+        if self.memory is not None:
+            yield memory_table(self.memory)
         yield self._stage_table()
 
     def write(self, path: Path) -> None:
@@ -95,6 +101,7 @@ class PassLog:
             *({"kind": "placement", "unit": u, **asdict(p)} for u, rows in self.placements.items() for p in rows),
             *({"kind": "lowering", "op": op, "implementation": text} for op, text in self.lowering.items()),
             *({"kind": "stage", **asdict(stage)} for stage in self.stages),
+            *([{"kind": "memory", **asdict(self.memory)}] if self.memory is not None else []),
         ]
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
@@ -131,6 +138,8 @@ class PassLog:
                 self.lowering[entry["op"]] = entry["implementation"]
             case "stage":
                 self.stages.append(StageTime(**entry))
+            case "memory":
+                self.memory = MemoryPlan(**{**entry, "state": StateBytes(**entry["state"])})
             case kind:
                 raise ValueError(f"unknown kind {kind!r}")
 

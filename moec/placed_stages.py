@@ -28,7 +28,9 @@ from moec.compiler.region_op import templates_in_scope
 from moec.compiler.spec import check_joint, check_lowered, check_placed
 from moec.compiler.template import Template
 from moec.compiler.unused_results import detach_unused_results
+from moec.forecast import forecast, state_of
 from moec.passes import SHARDING_PASSES
+from moec.preflight import device_of_program
 from moec.stage_record import joint_graphs, placed_graphs, timed
 
 
@@ -73,6 +75,10 @@ def differentiate_and_place(result: Compilation) -> None:
                 if plan.check:
                     check_lowered(graph, name)
     result.stages["lowered"] = placed_graphs("lowered", everything)
+    with timed(log, "memory"):
+        device = device_of_program(result.model, plan)
+        state = state_of(result.model, result.unreached, result.buckets, plan, device)
+        log.memory = forecast(result.sections, result.outer, captured.tied, plan, state, device)
 
 
 def _shard(result: Compilation, program: JointProgram) -> None:

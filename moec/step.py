@@ -11,6 +11,7 @@ from typing import Any, Self
 from moec.artifact import FINGERPRINT, STATE_MAP, WEIGHTS, digest, no_artifact, read_json, read_stages, write_plan
 from moec.compiler.errors import ArtifactError
 from moec.compiler.log import PassLog
+from moec.compiler.memory import MemoryPlan
 from moec.compiler.plan import Plan
 from moec.compiler.printer import StageGraphs
 from moec.runtime.export import export_weights
@@ -44,6 +45,13 @@ class CompiledStep(TrainStep):
     def source(self) -> str:
         """The text of step.py as it runs."""
         return (self.folder / PROGRAM).read_text()
+
+    @property
+    def memory(self) -> MemoryPlan:
+        """What one rank is predicted to hold; ArtifactError for an artefact that does not say."""
+        if self.log.memory is None:
+            raise ArtifactError(f"{self.folder} says nothing about memory", hint="compile it again with this version")
+        return self.log.memory
 
     def graph(self, stage: str) -> StageGraphs:
         """The graphs of a stage: `captured`, `fused`, `joint`, `placed` or `lowered`; prints, saves and diffs."""

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from moec.compiler._torch_compat import OpOverload, parse_schema
-from moec.compiler.dialect.registry import Definition, define
+from moec.compiler.dialect.registry import BODIES, Definition, define
 
 
 def define_op(
@@ -114,8 +114,10 @@ def _register(
         # The dispatcher drops trailing arguments that equal their defaults; the functions need not repeat those.
         return lambda *args: function(*args, *(argument.default_value for argument in arguments[len(args) :]))
 
-    operator = torch.library.custom_op(f"moec::{name}", complete(function), mutates_args=(), schema=schema)
+    body = complete(function)
+    operator = torch.library.custom_op(f"moec::{name}", body, mutates_args=(), schema=schema)
     operator.register_fake(complete(fake))
+    BODIES[operator._opoverload] = body
     return operator
 
 

@@ -88,6 +88,8 @@ class Definition:
 
 DEFINITIONS: dict[str, Definition] = {}
 _BY_OP: dict[OpOverload, Definition] = {}
+BODIES: dict[OpOverload, Callable[..., Any]] = {}
+"""Op -> the plain PyTorch function that it runs, for what has to look inside; called with the op's arguments."""
 
 
 def define(definition: Definition) -> Definition:

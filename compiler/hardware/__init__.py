@@ -18,6 +18,7 @@ class Hardware:
     flops: dtype name -> floating point operations of large matrix products. hbm_bytes: device memory, reads and writes
     together. host_bytes: the host link in one direction; host_bytes_both: in each direction while both are busy.
     network_bytes: what one rank receives from other hosts. launch_seconds: the host's time to start one kernel.
+    allocation_bytes: of which every allocation of device memory is a multiple.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Hardware:
     host_bytes_both: float
     network_bytes: float
     launch_seconds: float
+    allocation_bytes: int = 1
 
     def flops_of(self, dtype: torch.dtype) -> float:
         """The rate of a dtype; one that is not listed counts as float32."""
