@@ -1,11 +1,13 @@
 """The main job: `python -m moec.demo --preset k3-tiny --out demo-out`.
 
+0. Start two ranks on this machine, which share parameters and experts (fsdp 2, ep 2); all below happens on them.
 1. Take text from the source of the Python standard library of this machine (demo_text.py).
 2. Compile a training step for the preset, and train through it.
 3. Measure the loss on text that was held out. It must end below the target, and well below what frequencies of byte
    pairs give: the feed-forward layers alone can learn those, so only working token mixers come below.
-4. Train a second model of the same seed on the same batches in eager PyTorch, and show both loss curves.
-5. Say where everything is. The exit code is 1 when the loss or the curves miss their bounds.
+4. Train a second model of the same seed on the same rows in eager PyTorch, on one rank, and show both loss curves.
+5. Say where everything is. The exit code is 1 when the loss or the curves miss their bounds, 2 after an error. A rank
+   that dies ends the demo with an error that names it.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -26,30 +30,28 @@ from moec.compiler.errors import ArtifactError, MoecError
 
 if TYPE_CHECKING:
     from moec.demo_run import Outcome
+    from moec.runtime.ranks import Ranks
 
 
 def main(
     preset: Annotated[str, typer.Option(help="k3-tiny or k3-dsa-tiny.")] = "k3-tiny",
     out: Annotated[Path, typer.Option(help="Folder to write; an earlier demo in it is replaced.")] = Path("demo-out"),
 ) -> None:
-    """Train a tiny model on Python source through its compiled step, and compare with eager PyTorch."""
+    """Train a tiny model on Python source through its compiled step on two ranks, and compare with eager PyTorch."""
+    from moec.demo_run import PLAN
+    from moec.runtime.launch import launch, launched
+
+    if launched() is not None:
+        with _errors_shown():
+            _on_rank(preset, out)
+        return
     started = time.perf_counter()
-    console = Console()
-    try:
-        outcome = _run(preset, out, console)
-    except MoecError as error:
-        Console(stderr=True).print(Text(f"error: {error}", style="red"), soft_wrap=True)
-        raise typer.Exit(2) from error
-    for part in report(outcome):
-        console.print(part, soft_wrap=True)
-    console.print(f"{time.perf_counter() - started:.0f} s in all. Where to look next:")
-    for what, where in next_steps(preset, out).items():
-        console.print(f"  {what:30}{where}", highlight=False, markup=False, soft_wrap=True)
-    failures = outcome.failures()
-    for failure in failures:
-        console.print(f"[red]missed:[/red] {failure}")
-    if failures:
-        raise typer.Exit(1)
+    with _errors_shown():
+        _clear(out)
+    code = launch([sys.executable, "-m", "moec.demo", "--preset", preset, "--out", str(out)], PLAN.mesh.world)
+    if not code:
+        Console().print(f"{time.perf_counter() - started:.0f} s in all", highlight=False)
+    raise typer.Exit(code)
 
 
 def report(outcome: Outcome) -> list[Table | str]:
@@ -75,15 +77,15 @@ def report(outcome: Outcome) -> list[Table | str]:
 def next_steps(preset: str, out: Path) -> dict[str, str]:
     """What there is to see after a demo, and the file or the command that shows it."""
     from moec.artifact import ARTIFACT, LOG
-    from moec.demo_run import TEXT
-    from moec.running import FINAL_WEIGHTS
+    from moec.demo_run import PLAN, STEPS, TEXT
     from moec.runtime.loop import CHECKPOINTS
     from moec.runtime.metrics import METRICS
 
     command = Path(sys.executable).with_name("moec")
     moec = os.path.relpath(command) if command.is_relative_to(Path.cwd()) else "moec"
     artifact = out / ARTIFACT
-    more = f"--weights {out}/{FINAL_WEIGHTS} --data {out}/{TEXT} --steps 50 --out {out}-more"
+    mesh = f"--set mesh.ep={PLAN.mesh.ep}"
+    more = f"--data {out}/{TEXT} --steps {STEPS + 30} --out {out} --resume"
     return {
         "the program that ran": f"{artifact}/step.py",
         "what each pass did": f"{moec} inspect {artifact}",
@@ -93,21 +95,55 @@ def next_steps(preset: str, out: Path) -> dict[str, str]:
         "loss, norm and speed by step": f"{out}/{METRICS}",
         "the checkpoint": f"{out}/{CHECKPOINTS}",
         "every gradient against eager": f"{moec} verify {preset}",
-        "train on without the model": f"{moec} run {artifact} {more}",
+        "two ranks against one": f"{moec} verify {preset} --ranks {PLAN.mesh.world} {mesh}",
+        "train on, on one rank": f"{moec} train {preset} {more}",
     }
 
 
-def _run(preset: str, out: Path, console: Console) -> Outcome:
+def _on_rank(preset: str, out: Path) -> None:
+    """What each of the ranks does; the first one prints."""
     import torch
 
-    from moec.demo_run import run_demo
-    from moec.targets import build_target
+    from moec.demo_run import PLAN
+    from moec.runtime.groups import connect
+    from moec.runtime.launch import join
 
     # The tensors of a tiny model are too small to share: two threads take as long as one on two free cores, and many
     # times as long when something else runs beside them.
     torch.set_num_threads(1)
-    _clear(out)
-    return run_demo(build_target(preset), build_target(preset), out, console)
+    ranks = connect(PLAN.mesh, join(torch.device("cpu")))
+    outcome = _run(preset, out, ranks)
+    if not ranks.is_first:
+        return
+    console = Console()
+    for part in report(outcome):
+        console.print(part, soft_wrap=True)
+    console.print("Where to look next:")
+    for what, where in next_steps(preset, out).items():
+        console.print(f"  {what:30}{where}", highlight=False, markup=False, soft_wrap=True)
+    failures = outcome.failures()
+    for failure in failures:
+        console.print(f"[red]missed:[/red] {failure}")
+    if failures:
+        raise typer.Exit(1)
+
+
+def _run(preset: str, out: Path, ranks: Ranks) -> Outcome:
+    from moec.demo_run import run_demo
+    from moec.targets import build_target
+
+    return run_demo(build_target(preset), build_target(preset), out, Console(quiet=not ranks.is_first), ranks)
+
+
+@contextmanager
+def _errors_shown() -> Iterator[None]:
+    """Errors that moec raises on purpose end the process with 2, and are printed without a traceback."""
+    try:
+        yield
+    except MoecError as error:
+        rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
+        Console(stderr=True).print(Text(f"{rank}error: {error}", style="red"), soft_wrap=True)
+        raise typer.Exit(2) from error
 
 
 def _clear(out: Path) -> None:

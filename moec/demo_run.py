@@ -1,4 +1,8 @@
-"""What the demo does: a compiled run, a measurement on held-out text, and the same first steps in eager PyTorch."""
+"""What the demo does: a compiled run on all ranks, a measurement on held-out text, and the same first steps in eager.
+
+All ranks call `run_demo` together. The first one also trains an equal model in eager PyTorch, alone, on the rows of
+all ranks.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +14,29 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
 
-from moec.compiler.plan import OptimizerPlan, Plan
-from moec.demo_text import DemoText, prepare_text
+from moec.compiler.plan import MeshPlan, OptimizerPlan, Plan
+from moec.demo_text import DemoText, read_text
 from moec.eager import EagerStep
+from moec.models.adapters import training_view
+from moec.rank_checks import joined_plan
 from moec.running import RunOptions, TextOptions, open_text
 from moec.runtime import StepResult
+from moec.runtime.control import first_rank_decides
+from moec.runtime.groups import watch_of
+from moec.runtime.ranks import Ranks
 from moec.runtime.step import IGNORED
+from moec.runtime.watch import watched
+from moec.simulated import split_rows
 from moec.step import CompiledStep
 from moec.training import train_model
 
-PLAN = Plan(batch=8, length=256, packing=True, optimizer=OptimizerPlan(lr=6e-3, warmup_steps=30))
+PLAN = Plan(
+    batch=4,
+    length=256,
+    packing=True,
+    mesh=MeshPlan(fsdp=2, ep=2),
+    optimizer=OptimizerPlan(lr=6e-3, warmup_steps=30),
+)
 """The long warm-up keeps rounding small: without it two eager runs part by 0.1 nats within 20 steps."""
 STEPS = 120
 EAGER_STEPS = 20
@@ -34,11 +51,13 @@ CURVE_BOUND = 0.1
 """Largest difference of the two curves: routing makes a rounding into another expert for a token, and curves part."""
 TEXT = "text"
 _ROWS = 64
+_SECONDS = 30.0
+"""How long a rank may be silent before the others stop."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """compiled, eager: losses per step (the eager run is shorter). held_out: nats per byte after the last step."""
+    """compiled, eager: losses per step; the eager run is shorter. held_out: nats per byte after the last step."""
 
     compiled: Sequence[float]
     eager: Sequence[float]
@@ -74,25 +93,56 @@ class Outcome:
 
 
 def run_demo(
-    model: nn.Module, twin: nn.Module, out: Path, console: Console, steps: int = STEPS, eager_steps: int = EAGER_STEPS
+    model: nn.Module,
+    twin: nn.Module,
+    out: Path,
+    console: Console,
+    ranks: Ranks,
+    steps: int = STEPS,
+    eager_steps: int = EAGER_STEPS,
 ) -> Outcome:
-    """Train `model` through its compiled step for `steps`, and `twin`, an equal model, in eager for `eager_steps`."""
-    text = prepare_text(out / TEXT, train_bytes=steps * PLAN.batch * PLAN.length, rows=_ROWS, length=PLAN.length)
-    options, rates = TextOptions([text.folder]), list[float]()
+    """Train `model` through its compiled step for `steps`, and `twin`, an equal model, in eager for `eager_steps`.
+
+    The outcome of the ranks that do not run in eager has no eager losses. When a rank dies, the others raise RankError.
+    """
+    joined = joined_plan(PLAN)
+    text = read_text(train_bytes=steps * joined.batch * joined.length, rows=_ROWS, length=joined.length)
+    options, rates = TextOptions([out / TEXT]), list[float]()
+    with watched(watch_of(ranks, _SECONDS, lambda: "start the demo again")):
+        first_rank_decides(lambda: text.write(out / TEXT) or "", ranks, next(model.parameters()).device)
     step, summary = train_model(
-        model, PLAN, options, RunOptions(steps, out), console, on_step=lambda _, result: rates.append(_rate(result))
+        model,
+        PLAN,
+        options,
+        RunOptions(steps, out, rank_seconds=_SECONDS),
+        console,
+        on_step=lambda _, result: rates.append(_rate(result)),
+        ranks=ranks,
     )
-    held_out = held_out_loss(step, text.held_out)
-    eager, data = EagerStep(twin, PLAN), open_text(options, PLAN, step.vocabulary)
-    shown = track(rates[:eager_steps], "the same in eager PyTorch", console=console, transient=True)
-    losses = [float(eager(next(data), rate)) for rate in shown]
+    with watched(watch_of(ranks, _SECONDS, lambda: f"{summary.checkpoint} holds the run")):
+        held_out = held_out_loss(step, text.held_out, ranks.rank)
+    losses = _eager_losses(twin, joined, options, rates[:eager_steps], console) if ranks.is_first else []
     return Outcome(summary.losses, losses, held_out, text)
 
 
-def held_out_loss(step: CompiledStep, rows: Tensor) -> float:
-    """Mean loss in nats per byte over rows of token ids, int64 [rows, length], each a document of its own."""
-    batches = [_documents(ids) for ids in rows.split(step.plan.batch)]
-    return sum(float(step.loss(batch)["lm_loss"]) for batch in batches) / len(batches)
+def held_out_loss(step: CompiledStep, rows: Tensor, rank: int = 0) -> float:
+    """Mean loss in nats per byte over rows of token ids, int64 [rows, length], each a document of its own.
+
+    All ranks call it together with the same rows; each takes its part of every batch.
+    """
+    plan = step.plan
+    batches = [_documents(ids) for ids in rows.split(plan.batch * plan.mesh.world)]
+    losses = [float(step.loss(split_rows(batch, plan)[rank])["lm_loss"]) for batch in batches]
+    return sum(losses) / len(losses)
+
+
+def _eager_losses(
+    model: nn.Module, plan: Plan, text: TextOptions, rates: Sequence[float], console: Console
+) -> list[float]:
+    vocabulary = training_view(model, plan).vocabulary
+    eager, data = EagerStep(model, plan), open_text(text, plan, vocabulary)
+    shown = track(rates, "the same in eager PyTorch, on one rank", console=console, transient=True)
+    return [float(eager(next(data), rate)) for rate in shown]
 
 
 def _documents(ids: Tensor) -> Mapping[str, Tensor]:

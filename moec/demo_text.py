@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,19 +35,25 @@ _UNSEEN = 0.01
 
 @dataclass(frozen=True)
 class DemoText:
-    """folder: one file per training excerpt. held_out: bytes as token ids, int64 [rows, length].
+    """files: training excerpts by file name. held_out: bytes as token ids, int64 [rows, length].
 
     bytes_alone, pairs_alone: nats per byte of the held-out rows under frequencies of the other text.
     """
 
-    folder: Path
+    files: Mapping[str, bytes]
     held_out: Tensor
     bytes_alone: float
     pairs_alone: float
 
+    def write(self, folder: Path) -> None:
+        """Write the training excerpts into `folder`, one file each."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in self.files.items():
+            (folder / name).write_bytes(content)
 
-def prepare_text(folder: Path, *, train_bytes: int, rows: int, length: int, library: Path | None = None) -> DemoText:
-    """Write about `train_bytes` of excerpts into `folder`, and set `rows` of `length` bytes aside.
+
+def read_text(*, train_bytes: int, rows: int, length: int, library: Path | None = None) -> DemoText:
+    """About `train_bytes` of excerpts to train on, and `rows` of `length` bytes that are set aside.
 
     library: where the Python files are, by default the standard library of this interpreter. Raises DataError when
     it holds too little text.
@@ -63,16 +69,10 @@ def prepare_text(folder: Path, *, train_bytes: int, rows: int, length: int, libr
             why=f"{len(train)} excerpts to train on, {len(held_out)} rows held out; {rows} rows are needed",
             hint="run it with a Python that has its standard library as source files",
         )
-    folder.mkdir(parents=True, exist_ok=True)
-    written = 0
-    for excerpt in train:
-        if written >= train_bytes:
-            break
-        (folder / f"{excerpt.name}-{excerpt.number}.txt").write_bytes(excerpt.content)
-        written += len(excerpt.content)
     tokens = np.stack([np.frombuffer(content, np.uint8) for content in held_out[:rows]]).astype(np.int64)
     seen = np.frombuffer(b"".join(excerpt.content for excerpt in train), np.uint8).astype(np.int64)
-    return DemoText(folder, torch.from_numpy(tokens), _bytes_alone(seen, tokens), _pairs_alone(seen, tokens))
+    files = dict(_first_bytes(train, train_bytes))
+    return DemoText(files, torch.from_numpy(tokens), _bytes_alone(seen, tokens), _pairs_alone(seen, tokens))
 
 
 @dataclass(frozen=True)
@@ -109,6 +109,15 @@ def _pieces(content: bytes) -> Iterator[bytes]:
         piece += line
     if piece:
         yield piece
+
+
+def _first_bytes(excerpts: list[_Excerpt], wanted: int) -> Iterator[tuple[str, bytes]]:
+    """(file name, content) of the first excerpts that hold as many bytes together."""
+    for excerpt in excerpts:
+        if wanted <= 0:
+            return
+        yield f"{excerpt.name}-{excerpt.number}.txt", excerpt.content
+        wanted -= len(excerpt.content)
 
 
 def _bytes_alone(seen: NDArray[np.int64], rows: NDArray[np.int64]) -> float:
