@@ -108,8 +108,13 @@ def run_demo(
     joined = joined_plan(PLAN)
     text = read_text(train_bytes=steps * joined.batch * joined.length, rows=_ROWS, length=joined.length)
     options, rates = TextOptions([out / TEXT]), list[float]()
+
+    def written() -> str:
+        text.write(out / TEXT)
+        return ""
+
     with watched(watch_of(ranks, _SECONDS, lambda: "start the demo again")):
-        first_rank_decides(lambda: text.write(out / TEXT) or "", ranks, next(model.parameters()).device)
+        first_rank_decides(written, ranks, next(model.parameters()).device)
     step, summary = train_model(
         model,
         PLAN,
