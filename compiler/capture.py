@@ -29,7 +29,7 @@ from moec.compiler.fake import fake_like, fake_mode_of, fake_weights
 from moec.compiler.grad_modes import inline_grad_modes
 from moec.compiler.graph import OUTER, InputValue, OutputValue, Program, Signature, Unit, source_line
 from moec.compiler.naming import template_names
-from moec.compiler.overlap import overlapping
+from moec.compiler.overlap import overlapping, overlaps_itself
 from moec.compiler.pass_manager import NearMiss
 from moec.compiler.plan import Plan
 from moec.compiler.python_gradients import PythonGradient, hooked_parameters, refuse_python_gradients
@@ -339,6 +339,10 @@ def _capture_error(what: str, error: Exception, root: nn.Module) -> CaptureError
             "its control flow or a size depends on the data: replace the loop or `.tolist()` by an op with fixed "
             "shapes (for experts: stacked weights and moec's grouped ops)"
         )
+    elif "more than one element of the written-to tensor" in str(error):
+        paths = [path for path, tensor in weight_slots(root) if overlaps_itself(tensor)]
+        reason = f"it writes a tensor whose elements share memory, as those of {', '.join(paths)} do"
+        hint = "give the buffer memory of its own: register tensor.contiguous()"
     elif "Constraints violated" in str(error):
         hint = "not every length of the plan fits one graph: raise plan.min_length, or leave plan.dynamic out"
     else:

@@ -51,6 +51,14 @@ class NonFiniteError(MoecError):
     """NaN or infinity in the loss or in the gradients."""
 
 
+class ModelChangedError(MoecError):
+    """A model that is no longer what its step was compiled for."""
+
+
+class UpdateError(MoecError):
+    """An update that failed half-way; the text names the weights that it has changed."""
+
+
 class ArtifactError(MoecError):
     """An emitted folder that is incomplete, edited beyond what its fingerprint allows, or stale."""
 

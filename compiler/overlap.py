@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +23,41 @@ def overlapping(tensors: Mapping[str, Tensor]) -> list[tuple[str, str]]:
         found += [(other, name) for _, other in open_spans if _share(tensors[other], tensors[name])]
         open_spans.append((place, name))
     return found
+
+
+def overlaps_itself(tensor: Tensor) -> bool:
+    """Whether two elements of a tensor share memory, as those of an expanded one do."""
+    if tensor.numel() < 2:
+        return False
+    reach = 1
+    for stride, size in sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        if size == 1:
+            continue
+        if stride == 0:
+            return True
+        if stride < reach:
+            return tensor.numel() > len(np.unique(_offsets(tensor)))
+        reach = stride * (size - 1) + reach
+    return False
+
+
+def write_overlapping(tensor: Tensor, values: Tensor) -> bool:
+    """Write values into a tensor that overlaps itself; False, with nothing written, where its memory has fewer."""
+    places, first, place_of = np.unique(_offsets(tensor), return_index=True, return_inverse=True)
+    flat = values.to(tensor).flatten()
+    distinct = flat[torch.from_numpy(first).to(tensor.device)]
+    if not torch.equal(distinct[torch.from_numpy(place_of.reshape(-1)).to(tensor.device)], flat):
+        return False
+    tensor.as_strided([int(places[-1]) + 1], [1])[torch.from_numpy(places).to(tensor.device)] = distinct
+    return True
+
+
+def _offsets(tensor: Tensor) -> Any:
+    """Where each element lies, counted in elements from the first: int64 [numel]."""
+    offsets = np.zeros((), dtype=np.int64)
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        offsets = offsets[..., None] + np.arange(size) * stride
+    return offsets.reshape(-1)
 
 
 def _place(tensor: Tensor) -> tuple[str, int, int]:

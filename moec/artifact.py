@@ -39,7 +39,7 @@ ARTIFACT = "artifact"
 """The artefact's folder inside the folder of a run."""
 BUFFERS, WEIGHTS = "buffers.safetensors", "weights.safetensors"
 BUCKETS, COLLECTIVES = "buckets.json", "collectives.json"
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,8 @@ class StateMap:
 
     weights, buffers: path -> {"shape", "dtype"}, for weights also "requires_grad", for buffers "persistent".
     aliases: other path of a tied tensor -> its owner. without_gradient: trainable by flag, but never reached.
-    vocabulary, images: what the checks of a batch need (compiler/view.py).
+    vocabulary, images: what the checks of a batch need (compiler/view.py). written: paths that the program's forward
+    and balance write. evaluating: paths of modules that were in evaluation mode.
     """
 
     weights: dict[str, dict[str, Any]]
@@ -57,12 +58,15 @@ class StateMap:
     without_gradient: list[str]
     vocabulary: int | None
     images: list[int] | None
+    written: list[str]
+    evaluating: list[str]
 
     @classmethod
-    def of(cls, model: nn.Module, without_gradient: list[str], view: TrainingView) -> StateMap:
+    def of(cls, model: nn.Module, without_gradient: list[str], view: TrainingView, written: list[str]) -> StateMap:
         """The map of a module as it is now."""
         images = None if view.images is None else list(view.images)
-        empty = cls({}, {}, {}, without_gradient, view.vocabulary, images)
+        evaluating = [path for path, child in model.named_modules() if not child.training]
+        empty = cls({}, {}, {}, without_gradient, view.vocabulary, images, written, evaluating)
         return empty.with_tensors_of(model)
 
     def with_tensors_of(self, model: nn.Module) -> StateMap:
@@ -175,6 +179,11 @@ def check_fingerprint(folder: Path, plan: Plan | None, model: nn.Module | None) 
     state_map = saved_map.with_tensors_of(model)
     if saved["weights"] != state_map.digest():
         raise _stale(folder, *_first_difference(saved_map, state_map))
+    modes = dict.fromkeys(saved_map.evaluating, "evaluation")
+    for path, child in model.named_modules():
+        then, now = modes.get(path, "training"), "training" if child.training else "evaluation"
+        if then != now:
+            raise _stale(folder, f"the mode of {path or 'the model'}", then, now)
 
 
 def digest(text: str) -> str:

@@ -46,3 +46,9 @@ class Compilation:
         """(bias path, histogram path, top-k) of every router whose counts the program writes."""
         written = self.outer.joint.buffers if self.outer is not None else {}
         return [router for router in self.view.balanced if router[1] in written]
+
+    def written_paths(self) -> list[str]:
+        """What a step writes beside the optimizer's updates: buffers of the forward, and biases that balance routers."""
+        written = [*(self.outer.joint.buffers if self.outer is not None else ())]
+        written += [bias for bias, _, _ in self.balanced_routers()]
+        return sorted({self.captured.tied.get(path, path) for path in written})

@@ -73,7 +73,7 @@ def write(compilation: Compilation, folder: Path) -> None:
         plan=compilation.plan,
         log=compilation.log,
         stages=compilation.stages,
-        state_map=StateMap.of(model, compilation.unreached, compilation.view),
+        state_map=StateMap.of(model, compilation.unreached, compilation.view, compilation.written_paths()),
         device=str(device_of_program(model, compilation.plan)),
         derived_buffers=derived_buffers(model),
     )

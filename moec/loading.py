@@ -36,8 +36,8 @@ def load(
     version of moec or torch, and when there are no weights to run on.
     """
     folder = Path(folder)
-    saved = StateMap(**read_json(folder, STATE_MAP))
     check_fingerprint(folder, plan, model)
+    saved = StateMap(**read_json(folder, STATE_MAP))
     program = load_program(folder)
     log, chosen = PassLog.read(folder / LOG), plan or Plan.from_yaml(folder / PLAN)
     if model is not None:

@@ -37,7 +37,7 @@ class CompiledStep(TrainStep):
         state_map = read_json(folder, STATE_MAP)
         images = tuple(state_map["images"]) if state_map["images"] else None
         artifact = fingerprint | {"program": digest((folder / PROGRAM).read_text())}
-        step = cls(program, state, plan, artifact, state_map["vocabulary"], images)
+        step = cls(program, state, plan, artifact, state_map["vocabulary"], images, tuple(state_map["written"]))
         step.folder, step.log = folder, log
         return step
 

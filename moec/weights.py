@@ -23,7 +23,8 @@ from moec.models.k3 import published_pieces as k3_pieces
 from moec.models.k3.model import K3Model
 from moec.runtime.checkpoint import LATEST, MANIFEST, latest_checkpoint, read_manifest, read_weights
 from moec.runtime.export import export_pieces
-from moec.runtime.state import Inventory, StepState
+from moec.runtime.inventory import Inventory
+from moec.runtime.state import StepState
 from moec.runtime.tensor_file import Entry
 from moec.runtime.weight_files import FileWeights, file_entries
 

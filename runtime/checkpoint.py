@@ -29,6 +29,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from moec.compiler.errors import CheckpointError
+from moec.compiler.overlap import overlaps_itself, write_overlapping
 from moec.runtime import durable, random_state
 from moec.runtime.state import StepState
 from moec.runtime.team import PeerError, Team
@@ -140,8 +141,17 @@ def read_weights(path: Path, targets: Mapping[str, Tensor]) -> None:
 
 def _load(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Copy what a checkpoint holds into the tensors given by name; of DTensors, into this rank's part."""
+    overlapping = {name: torch.empty_like(t).contiguous() for name, t in tensors.items() if overlaps_itself(t)}
     with _without_warning():
-        dcp.load(dict(tensors), storage_reader=dcp.FileSystemReader(path), no_dist=True)
+        dcp.load({**tensors, **overlapping}, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+    for name, values in overlapping.items():
+        if not write_overlapping(tensors[name], values):
+            raise CheckpointError(
+                f"{name} of the checkpoint has different values where the model has one",
+                where=str(path),
+                why=f"elements of {name.partition('.')[2]} share memory in this model",
+                hint="give the tensor memory of its own (.contiguous()) before compiling",
+            )
 
 
 def _stored(path: Path) -> dict[str, tuple[list[int], torch.dtype]]:

@@ -67,14 +67,23 @@ def adamw(
     """One AdamW update (Loshchilov and Hutter, arXiv 1711.05101) of the paths in `group` that have a gradient.
 
     Semantics of `torch.optim.AdamW`, bias correction counted per parameter. Masters are updated where they exist and
-    then rounded to the weights; nothing else is written. Uses torch's fused update where the device has one.
+    then rounded to the weights; nothing else is written. Weights may lie in memory in any way in which no two elements
+    share it. Uses torch's fused update where the device has one.
     """
     active = {path: state.gradients[path] for path in group if path in state.gradients}
     for (device, _), paths in _by_device_and_dtype(active).items():
         fused = device.type in _FUSED_DEVICES
         counts = torch.tensor([float(state.updates[path]) for path in paths], device=device if fused else "cpu")
+        targets = [state.masters[path] if path in state.masters else state.weights[path].detach() for path in paths]
+        # The fused update walks memory, so a weight has to lie as its moments do.
+        values = [
+            target if target.stride() == moment.stride() else torch.empty_like(moment).copy_(target)
+            for target, moment in zip(targets, (state.exp_avg[path] for path in paths), strict=True)
+        ]
+        if fused:  # which does not count its writes itself
+            torch.autograd.graph.increment_version(targets)
         torch_adamw(
-            [state.masters[path] if path in state.masters else state.weights[path].detach() for path in paths],
+            values,
             [active[path] for path in paths],
             [state.exp_avg[path] for path in paths],
             [state.exp_avg_sq[path] for path in paths],
@@ -90,7 +99,9 @@ def adamw(
             eps=eps,
             maximize=False,
         )
-        for path in paths:
+        for path, target, value in zip(paths, targets, values, strict=True):
+            if value is not target:
+                target.copy_(value)
             state.updates[path] += 1
     rounded = [path for path in active if path in state.masters]
     if rounded:

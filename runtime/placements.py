@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from moec.compiler.errors import ArtifactError
+from moec.compiler.errors import ArtifactError, ModelChangedError
 from moec.compiler.layout import Role
 from moec.compiler.plan import MeshPlan
 
@@ -68,10 +68,10 @@ class PlacedParameter:
         return self.parameter._version + self._local()._version
 
     def check(self) -> None:
-        """Raise ArtifactError when the module has another parameter by now, or the same with other memory."""
+        """Raise ModelChangedError when the module has another parameter by now, or the same with other memory."""
         held = self.module._parameters.get(self.name)
         if held is not self.parameter or self._local().data_ptr() != self._memory:
-            raise ArtifactError(
+            raise ModelChangedError(
                 f"parameter {self.path} was moved or assigned anew since the step was compiled",
                 why="the step works on the shards that the parameter had then",
                 hint="write values in place (copy_, load_state_dict), or compile the model again",

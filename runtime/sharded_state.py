@@ -20,8 +20,10 @@ from moec.compiler.errors import ArtifactError, UnsupportedModelError
 from moec.compiler.fake import is_fake
 from moec.compiler.layout import BucketInstance, Role, ShardedWeight, rows_of_rank, rows_per_rank
 from moec.compiler.plan import MeshPlan
+from moec.runtime.inventory import Inventory, check_memory_is_apart, check_weights_have_data
+from moec.runtime.model_watch import ModelWatch
 from moec.runtime.placements import PlacedParameter, Placements, ScalarReplica
-from moec.runtime.state import Inventory, StepState, check_memory_is_apart, check_weights_have_data
+from moec.runtime.state import StepState
 from moec.runtime.weight_source import ModuleWeights, WeightSource
 
 
@@ -175,7 +177,7 @@ class ShardedState(StepState):
 
     @torch.no_grad()
     def follow_weights(self) -> None:
-        """See `StepState.follow_weights`; ArtifactError when the caller's model no longer holds these shards."""
+        """See `StepState.follow_weights`; parameters of the caller's model have to be the shards they became."""
         for placed in self._placed.values():
             placed.check()
         for scalar in self._scalars.values():
@@ -203,7 +205,16 @@ class ShardedState(StepState):
                 made[owner] = nn.Parameter(self._for_module(owner), requires_grad=parameter.requires_grad)
             holder, _, name = path.rpartition(".")
             self._placed[path] = PlacedParameter(path, module.get_submodule(holder), name, made[owner])
+        self.watch = ModelWatch(module, self.without_gradient)
         self.note_weights()
+
+    def _follow_model(self) -> frozenset[str]:
+        """Buffers may be others; for parameters see `PlacedParameter.check`."""
+        moved = self.watch.changed() if self.watch is not None else None
+        if moved is not None:
+            self._scopes.clear()
+            self.buffers.update(moved.inventory.buffers)
+        return frozenset()
 
     def tensors(self) -> dict[str, Tensor]:
         """See `StepState.tensors`; sharded ones are DTensors, a scalar among them has one element in one dimension."""

@@ -1,7 +1,7 @@
 """The state of a training run: weights, buffers, gradients and AdamW's moments, all by module path.
 
 Invariants:
-1. `weights` and `buffers` hold the caller's own tensors; every update is made in place on them.
+1. `weights` and `buffers` hold the caller's own tensors, those that the model has now; every update is made in place.
 2. A tied weight has several paths and one tensor. The first path in module order owns it: gradients, master and
    moments exist under that path only, and `aliases` leads from each other path to it.
 3. Sums and moments are float32 (float64 for float64 weights). A half or bfloat16 weight has a float32 master, which is
@@ -13,43 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
-from moec.compiler.errors import ArtifactError, UnsupportedModelError
-from moec.compiler.fake import is_fake
-
-
-@dataclass(frozen=True)
-class Inventory:
-    """What a model is made of; the fields are those of `StepState`."""
-
-    weights: dict[str, Tensor]
-    buffers: dict[str, Tensor]
-    trainable: tuple[str, ...]
-    without_gradient: tuple[str, ...]
-    aliases: dict[str, str]
-    derived_buffers: frozenset[str]
-
-    @classmethod
-    def of(cls, module: nn.Module, without_gradient: Iterable[str] = ()) -> Inventory:
-        """The tensors of a module, which may have no data; see `StepState.from_module`."""
-        weights = dict[str, Tensor](module.named_parameters(remove_duplicate=False))
-        buffers = dict(module.named_buffers(remove_duplicate=False))
-        aliases = _aliases(weights) | _aliases(buffers)
-        left_out = tuple(without_gradient)
-        _check_left_out(weights, left_out)
-        skipped = {aliases.get(path, path) for path in left_out}
-        trainable = tuple(
-            path
-            for path, weight in weights.items()
-            if weight.requires_grad and path not in aliases and path not in skipped
-        )
-        saved = set(module.state_dict())
-        derived = frozenset(path for path in buffers if path not in saved)
-        return cls(weights, buffers, trainable, left_out, aliases, derived)
+from moec.compiler.errors import ArtifactError
+from moec.runtime.inventory import Inventory, check_memory_is_apart, check_weights_have_data
+from moec.runtime.model_watch import ModelWatch
 
 
 @dataclass
@@ -67,6 +37,7 @@ class StepState:
     capacities: the same paths -> rows that each expert takes from a rank.
     updates: trainable path -> how often the optimizer has changed it (the step of AdamW's bias correction).
     step: completed optimizer steps.
+    watch: notices what the caller does to the model; None for a state without one.
     """
 
     weights: dict[str, Tensor]
@@ -83,8 +54,8 @@ class StepState:
     updates: dict[str, int] = field(init=False)
     overflow: dict[str, Tensor] = field(init=False, default_factory=dict)
     capacities: dict[str, int] = field(init=False, default_factory=dict)
+    watch: ModelWatch | None = field(init=False, default=None, repr=False)
     _scopes: dict[str, Mapping[str, Tensor]] = field(init=False, default_factory=dict, repr=False)
-    _where: dict[str, int] = field(init=False, default_factory=dict, repr=False)
     _versions: dict[str, int] = field(init=False, default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -105,12 +76,15 @@ class StepState:
 
         without_gradient: parameters to leave out of training although they require a gradient; a path that is no
         parameter is an error. Frozen parameters (requires_grad=False) are weights that nothing changes.
-        Raises UnsupportedModelError for parameters without data, and for different trainable ones that share memory.
+        Raises UnsupportedModelError for parameters without data, and where an update would write memory that is not
+        the weight's alone.
         """
         inventory = Inventory.of(module, without_gradient)
         check_weights_have_data(inventory)
         check_memory_is_apart(inventory)
-        return cls(**vars(inventory))
+        state = cls(**vars(inventory))
+        state.watch = ModelWatch(module, without_gradient)
+        return state
 
     @property
     def world(self) -> int:
@@ -183,20 +157,27 @@ class StepState:
         return {**self.weights, **self.buffers}
 
     def follow_weights(self) -> None:
-        """Notice what the caller did to the weights since the last step: moved them, or wrote new values.
+        """Notice what the caller did to the model since the last step; see `ModelWatch`.
 
-        A moved weight is read where it is now; a half-precision weight that was written to gives its master the value.
+        A half-precision weight that is another tensor, moved, or was written to, gives its master the value. Moments
+        stay what they are. Raises ModelChangedError when the model does not fit the step any more.
         """
-        where = {path: tensor.data_ptr() for path, tensor in self.weights.items()}
-        moved = {path for path, place in where.items() if self._where.get(path, place) != place}
-        if where != self._where:
-            self._scopes.clear()
-            self._where = where
+        moved = self._follow_model()
         for path, master in self.masters.items():
             version = self._version(path)
-            if self._versions.get(path, version) != version or path in moved:
+            if path in moved or self._versions.get(path, version) != version:
                 with torch.no_grad():
                     master.copy_(self.weights[path])
+
+    def _follow_model(self) -> frozenset[str]:
+        """Take over tensors that the model holds in the place of others; returns the paths of those that moved."""
+        moved = self.watch.changed() if self.watch is not None else None
+        if moved is None:
+            return frozenset()
+        self._scopes.clear()
+        self.weights.update(moved.inventory.weights)
+        self.buffers.update(moved.inventory.buffers)
+        return moved.paths
 
     def note_weights(self) -> None:
         """The weights are as the step left them; what changes from here on is the caller's doing."""
@@ -205,6 +186,10 @@ class StepState:
     def _version(self, path: str) -> int:
         """A number that grows with every write to a weight."""
         return self.weights[path]._version
+
+    def written_versions(self) -> list[int]:
+        """A number for each trainable path that grows when the optimizer writes it."""
+        return [(self.masters.get(path, self.weights[path]))._version for path in self.trainable]
 
     def clear_gradients(self) -> None:
         """Forget all sums; called before the first microbatch of a step."""
@@ -244,51 +229,3 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def _zeros(weight: Tensor) -> Tensor:
     return torch.zeros_like(weight, dtype=sum_dtype(weight.dtype), requires_grad=False)
-
-
-def _aliases(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    first: dict[int, str] = {}
-    owners = {path: first.setdefault(id(tensor), path) for path, tensor in tensors.items()}
-    return {path: owner for path, owner in owners.items() if path != owner}
-
-
-def _check_left_out(weights: Mapping[str, Tensor], left_out: tuple[str, ...]) -> None:
-    unknown = [path for path in left_out if path not in weights]
-    if unknown:
-        raise UnsupportedModelError(
-            f"{', '.join(unknown)} is listed as without gradient, but is no parameter of the model",
-            hint="list parameter paths as model.named_parameters() gives them",
-        )
-
-
-def check_weights_have_data(inventory: Inventory) -> None:
-    """Raise UnsupportedModelError for a parameter without values."""
-    for path, weight in inventory.weights.items():
-        if is_fake(weight):
-            raise UnsupportedModelError(
-                f"parameter {path} has no data",
-                why="it is on the meta device" if weight.is_meta else "it is a fake tensor",
-                hint="load or initialise the weights before training; compiling alone needs none",
-            )
-
-
-def check_memory_is_apart(inventory: Inventory) -> None:
-    """Two parameters over one memory would be updated twice, each with its own moments: UnsupportedModelError."""
-    spans = sorted(
-        (str(weight.device), weight.data_ptr(), weight.data_ptr() + _extent(weight), path)
-        for path, weight in ((path, inventory.weights[path]) for path in inventory.trainable)
-        if weight.numel()
-    )
-    for (device, _, end, path), (other_device, start, _, other) in pairwise(spans):
-        if device == other_device and start < end:
-            raise UnsupportedModelError(
-                f"parameters {path} and {other} share memory but are different parameters",
-                why="each would get its own gradient and moments, and the same memory two updates",
-                hint=f"tie them as one parameter: the module of {other} must hold the same nn.Parameter object",
-            )
-
-
-def _extent(weight: Tensor) -> int:
-    """Bytes from a tensor's first to behind its last element."""
-    last = sum((size - 1) * stride for size, stride in zip(weight.shape, weight.stride(), strict=True))
-    return (last + 1) * weight.element_size()

@@ -32,6 +32,7 @@ from moec.runtime.protocol import StepResult
 from moec.runtime.schedule import Schedule
 from moec.runtime.state import StepState
 from moec.runtime.trace import first_non_finite
+from moec.runtime.undo import Before, interrupts_wait
 
 
 @dataclass
@@ -43,6 +44,7 @@ class TrainStep:
     plan has n image tokens per microbatch, one row per placeholder in reading order.
     artifact: fingerprint of the emitted step (moec/artifact.py).
     vocabulary: number of token ids. images: (placeholder token, width of a feature).
+    written: paths of the buffers (and weights) that the program writes, beside the optimizer's updates.
     total_steps: length of the run that the learning rate schedule covers; without it a cosine stays at its peak.
     """
 
@@ -52,6 +54,7 @@ class TrainStep:
     artifact: dict[str, Any]
     vocabulary: int | None = None
     images: tuple[int, int] | None = None
+    written: tuple[str, ...] = ()
     total_steps: int = 0
 
     def __post_init__(self) -> None:
@@ -68,7 +71,10 @@ class TrainStep:
     ) -> StepResult:
         """Run one step.
 
-        Raises BatchError before anything changes, NonFiniteError and CapacityError before weights change.
+        A step that raises leaves weights, moments, buffers, random generators and the count of steps as they were, and
+        no sums; an interrupt that comes while the weights are updated waits until they are. Raises BatchError and
+        ModelChangedError before anything runs, NonFiniteError and CapacityError before the update, and UpdateError,
+        which names the weights that it has changed, when the update itself fails.
         """
         if isinstance(batch, Tensor):
             given = {"input_ids": batch, "labels": labels, "document_ids": document_ids}
@@ -79,23 +85,46 @@ class TrainStep:
         if valid == 0:
             warnings.warn("no label of this batch is valid: the loss is 0 and no gradient flows", stacklevel=2)
         rate = self.learning_rate() if lr is None else lr
-        self.state.clear_gradients()
         self.state.follow_weights()
-        microbatches = self._microbatches(checked, valid)
-        try:
-            totals, norm = self.program.step(self.state, microbatches, rate)
-        except NonFiniteError as error:
-            site = first_non_finite(self.program, self.state, microbatches)
-            raise NonFiniteError(error.what, where=f"{error.where}: {site}", why=error.why, hint=error.hint) from error
+        totals, norm = self._run(self._microbatches(checked, valid), rate)
         totals = self._summed(totals | self._dropped())
         loss = totals["lm_loss"]
-        self.state.note_weights()
-        self.state.step += 1
         metrics: dict[str, float | Tensor] = {
             name: value for name, value in totals.items() if name not in ("lm_loss", "objective")
         }
         metrics["lr"] = rate
         return StepResult(loss, norm, checked["input_ids"].numel() * self._world, metrics)
+
+    def _run(self, microbatches: list[dict[str, Tensor]], rate: float) -> tuple[dict[str, Tensor], Tensor]:
+        """One step of the program, counted; an error leaves things as they were."""
+        state = self.state
+        state.clear_gradients()
+        before = Before(state, self.written, self.program.DEVICE)
+        with interrupts_wait(lambda: before.weights_written):
+            try:
+                totals, norm = self.program.step(state, microbatches, rate)
+            except BaseException as error:
+                half_done = before.half_done(error)
+                before.restore()
+                if isinstance(error, NonFiniteError) and half_done is None:
+                    raise self._located(error, microbatches, before) from error
+                if half_done is None:
+                    raise
+                if self._world == 1 and isinstance(error, Exception):
+                    raise half_done from error
+                error.add_note(str(half_done))  # its kind tells the other ranks, or the caller, what to do
+                raise
+            state.step += 1
+            state.note_weights()
+        return totals, norm
+
+    def _located(self, error: NonFiniteError, microbatches: list[dict[str, Tensor]], before: Before) -> NonFiniteError:
+        """The error with the layer that gave the first value which is not finite, in the same forward again."""
+        try:
+            site = first_non_finite(self.program, self.state, microbatches)
+        finally:
+            before.restore()
+        return NonFiniteError(error.what, where=f"{error.where}: {site}", why=error.why, hint=error.hint)
 
     @property
     def fingerprint(self) -> dict[str, Any]:
@@ -116,10 +145,11 @@ class TrainStep:
         return schedule(self.state.step)
 
     def loss(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Results of the forward alone, summed over the microbatches and ranks; changes nothing."""
+        """Results of the forward alone, summed over the microbatches and ranks; changes nothing at all."""
         totals: dict[str, Tensor] = {}
-        with torch.no_grad(), self._buffers_kept():
-            for microbatch in self._prepared(batch):
+        microbatches = self._prepared(batch)
+        with torch.no_grad(), self._kept():
+            for microbatch in microbatches:
                 results, _ = self.program.forward(self.state, microbatch)
                 for name, value in results.items():
                     totals[name] = totals[name] + value if name in totals else value
@@ -128,27 +158,23 @@ class TrainStep:
 
     def gradients(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Weight path -> gradient of the objective over the batch; on several ranks this one's rows. No change."""
-        self.state.clear_gradients()
-        with torch.no_grad(), self._buffers_kept():
-            for microbatch in self._prepared(batch):
+        microbatches = self._prepared(batch)
+        with torch.no_grad(), self._kept():
+            for microbatch in microbatches:
                 _, saved = self.program.forward(self.state, microbatch)
                 self.program.backward(self.state, saved)
             self._refuse_overflow()
-        found = dict(self.state.gradients)
-        self.state.clear_gradients()
-        return found
+            return dict(self.state.gradients)
 
     @contextmanager
-    def _buffers_kept(self) -> Iterator[None]:
-        """Within the context the program may write buffers (routing counts); they are as before on exit."""
-        before = {path: buffer.clone() for path, buffer in self.state.buffers.items()}
-        self.state.overflow.clear()
+    def _kept(self) -> Iterator[None]:
+        """Within the context the program may write buffers and draw random numbers; all is as before on exit."""
+        self.state.clear_gradients()
+        before = Before(self.state, self.written, self.program.DEVICE)
         try:
             yield
         finally:
-            self.state.overflow.clear()
-            for path, value in before.items():
-                self.state.buffers[path].copy_(value)
+            before.restore()
 
     def _prepared(self, batch: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
         refuse_autocast_around("the step", self.program.DEVICE)

@@ -18,6 +18,8 @@ _NOWHERE = "every layer's output is finite: the head or the loss itself overflow
 def first_non_finite(program: ModuleType, state: StepState, batches: Sequence[Mapping[str, Tensor]]) -> str:
     """'layers.3.attention gives nan' for the first layer call with a non-finite result, found by a second forward.
 
+    It writes buffers and draws random numbers as the first one did; the caller puts them back, before and after.
+
     On several ranks all call it together, and get the place that the first rank with one has found.
     """
     own = _own_non_finite(program, state, batches)
@@ -70,19 +72,15 @@ def _checked(function: Callable[..., Any], scopes: list[str], found: list[str]) 
 
 
 class _ScopeWatcher:
-    """A state that notes which layer's weights were asked for last, and lets nothing be written."""
+    """A state that notes which layer's weights were asked for last."""
 
     def __init__(self, state: StepState, scopes: list[str]) -> None:
         self._state = state
         self._scopes = scopes
 
-    def shard(self, bucket: str) -> Tensor:
-        return self._state.shard(bucket)  # type: ignore[attr-defined]
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._state, name)
 
     def scope(self, path: str) -> Mapping[str, Tensor]:
         self._scopes.append(path)
-        weights = self._state.scope(path)
-        if path:
-            return weights
-        buffers = self._state.buffers
-        return {name: value.clone() if name in buffers else value for name, value in weights.items()}
+        return self._state.scope(path)
