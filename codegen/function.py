@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import builtins
-import json
 import keyword
 import operator
 import re
@@ -24,6 +23,7 @@ from moec.codegen.operators import call_text
 from moec.compiler._torch_compat import OpOverload
 from moec.compiler.collectives import WAIT
 from moec.compiler.graph import module_path
+from moec.compiler.text import printable, quoted, without_strings
 
 aten = torch.ops.aten
 
@@ -40,7 +40,8 @@ class FunctionWriter:
 
     given: placeholder or other node -> expression that stands for it. owned: names that the function may delete.
     taken: names that are already in use. handlers: target -> handler. attributes: holds the tensors of get_attr nodes.
-    after: node -> statement to write once its value exists, with "{}" for the value. wishes: node -> name to try first.
+    after: node -> the statements to write once its value exists, from the value's text. wishes: node -> name to try
+    first.
     section: module path -> heading under which its statements stand; own_heading: the one of the graph's own code.
     """
 
@@ -52,7 +53,7 @@ class FunctionWriter:
     keep: set[fx.Node] = field(default_factory=set)
     attributes: torch.nn.Module | None = None
     constants: dict[str, Tensor] = field(default_factory=dict)
-    after: dict[fx.Node, str] = field(default_factory=dict)
+    after: dict[fx.Node, Callable[[str], str]] = field(default_factory=dict)
     wishes: dict[fx.Node, str] = field(default_factory=dict)
     section: Callable[[str], str] = field(default=lambda path: path)
     own_heading: str = "the layer itself"
@@ -71,15 +72,13 @@ class FunctionWriter:
         for node, text in statements:
             here = self.section(module_path(node))
             if here != path:
-                lines.append(f"# {here or self.own_heading}")
+                lines.append(f"# {printable(here) or self.own_heading}")
                 path = here
             for statement in text.splitlines():
                 lines += fold(statement)
             for made in (node, *self._made_by(node)):
                 if made in self.after:
-                    lines += [
-                        line for text in self.after[made].splitlines() for line in fold(text.format(self.text(made)))
-                    ]
+                    lines += [line for text in self.after[made](self.text(made)).splitlines() for line in fold(text)]
             dead = sorted(last.get(node, ()))
             lines += _deletions(dead)
         return lines
@@ -154,7 +153,7 @@ class FunctionWriter:
         while name in self.constants and self.constants[name] is not value:
             name, number = f"{base}_{number}", number + 1
         self.constants[name] = value
-        return f'CONSTANTS["{name}"]'
+        return f"CONSTANTS[{quoted(name)}]"
 
     def _is_inlined(self, node: fx.Node) -> bool:
         if node.op != "call_function" or node in self.after or len(node.users) != 1:
@@ -216,14 +215,14 @@ def literal(value: Any, text: Callable[[Any], str] = repr) -> str:
         return f'float("{value}")'
     if value != value:
         return 'float("nan")'
-    return json.dumps(value) if isinstance(value, str) else repr(value)
+    return quoted(value) if isinstance(value, str) else repr(value)
 
 
 def fold(text: str) -> list[str]:
     """Break a long statement after commas inside its outermost brackets."""
     if len(text) <= WIDTH - len(INDENT):
         return [text]
-    target, equals, value = text.partition(" = ")
+    target, equals, value = _assignment(text)
     if equals and len(target) > WIDTH // 2 and ", " in target:
         bracketed = target if _last_call(target) == 0 else f"({target})"
         head, *names, tail = _wrapped(bracketed, 0)
@@ -312,6 +311,7 @@ def _op_name(node: fx.Node) -> str:
 
 def _last_call(text: str) -> int:
     """Index of the bracket that the text's last character closes, or -1."""
+    text = without_strings(text)
     if text[-1] not in ")]":
         return -1
     depth = 0
@@ -323,13 +323,18 @@ def _last_call(text: str) -> int:
     return -1
 
 
+def _assignment(text: str) -> tuple[str, str, str]:
+    """Target, sign and value of an assignment; as `partition`, all of the text as target where it is none."""
+    place = without_strings(text).find(" = ")
+    return (text, "", "") if place < 0 else (text[:place], " = ", text[place + 3 :])
+
+
 def _split_commas(text: str) -> list[str]:
-    parts, depth, start, quoted = [], 0, 0, False
-    for index, char in enumerate(text):
-        quoted ^= char == '"'
+    parts, depth, start = [], 0, 0
+    for index, char in enumerate(without_strings(text)):
         depth += char in "([{"
         depth -= char in ")]}"
-        if char == "," and depth == 0 and not quoted:
+        if char == "," and depth == 0:
             parts.append(text[start:index].strip())
             start = index + 1
     return [*parts, text[start:].strip()]

@@ -16,6 +16,7 @@ from moec.compiler._torch_compat import OpOverload
 from moec.compiler.errors import UnsupportedOpError
 from moec.compiler.graph import module_path, source_line
 from moec.compiler.size_ops import SIZE_OPS
+from moec.compiler.text import without_strings
 
 aten = torch.ops.aten
 
@@ -46,10 +47,11 @@ def call_text(node: fx.Node, render: Render) -> str:
 def is_binary(text: str) -> bool:
     """Whether an expression needs parentheses inside another one."""
     depth = 0
-    for index, char in enumerate(text):
+    code = without_strings(text)
+    for index, char in enumerate(code):
         depth += char in "([{"
         depth -= char in ")]}"
-        if depth == 0 and char == " " and index and text[index - 1] not in ",:":
+        if depth == 0 and char == " " and index and code[index - 1] not in ",:":
             return True
     return text.startswith("-")
 

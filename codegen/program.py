@@ -14,7 +14,7 @@ The program is one Python module:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ from moec.compiler.differentiate import is_getitem
 from moec.compiler.graph import OutputValue, Signature
 from moec.compiler.partition import Partitioned
 from moec.compiler.template import Template
+from moec.compiler.text import in_docstring, quoted
 
 OBJECTIVE = "objective"
 _REDUCE = torch.ops._c10d_functional.reduce_scatter_tensor.default
@@ -80,7 +81,7 @@ def _preamble(header: str, device: torch.device, body: str) -> str:
     kernels, collectives = "moec.kda_triton" in body, "c10d." in body
     return "\n".join(
         [
-            f'"""{header}\n"""',
+            f'"""{in_docstring(header)}\n"""',
             "",
             "import torch",
             "",
@@ -111,7 +112,7 @@ def _template_functions(section: Section, constants: dict[str, Tensor]) -> list[
         constants=constants,
     )
     outputs = list(parts.forward.output_node().args[0])  # type: ignore[arg-type]
-    body = [f'"""{_template_doc(section)}"""', *forward.lines(outputs)]
+    body = [f'"""{in_docstring(_template_doc(section))}"""', *forward.lines(outputs)]
     count = len(outputs) - len(parts.saved)
     values = [forward.text(node) for node in outputs]
     body += fold(f"saved = [{', '.join([*values[count:], *saved_inputs])}]")
@@ -156,7 +157,7 @@ def _template_backward(
     for index, node in grads.items():
         value = signature.inputs[index]
         if value.kind == "weight":
-            of_weights.append(f'"{value.name}": {writer.text(node)}')
+            of_weights.append(f"{quoted(value.name)}: {writer.text(node)}")
         else:
             (of_inputs if value.kind == "input" else of_buckets).append(writer.text(node))
     found = [*of_inputs, *of_buckets]
@@ -209,7 +210,7 @@ def _model_forward(
         outer.forward,
         given=_input_texts(outer, outer.forward),
         owned=set(),
-        taken={*names.values(), *_RESERVED},
+        taken={*names.values(), *_RESERVED, *_functions(sections)},
         handlers={torch.ops.moec.region.default: _region_handler(sections, writes)},
         attributes=outer.joint.module,
         constants=constants,
@@ -219,7 +220,7 @@ def _model_forward(
     saved_values = outputs[count + len(written) :]
     statements = writer.lines([*outputs[:count], *(value for _, value in writes.at_end), *saved_values])
     body = ['"""Results of one microbatch by name, and what backward() needs."""', 'w = state.scope("")']
-    body += [f'{local} = batch["{name}"]' for name, local in names.items() if _is_used(outer, name)]
+    body += [f"{local} = batch[{quoted(name)}]" for name, local in names.items() if _is_used(outer, name)]
     body += ["saved = {}", *statements]
     body += [line for name, value in writes.at_end for line in fold(_write(name, writer.text(value)))]
     saved = [writer.text(node) for node in saved_values]
@@ -227,9 +228,9 @@ def _model_forward(
     pairs = []
     for value, node in zip(results, outputs[:count], strict=True):
         if value.kind == "overflow":
-            body.append(f'state.note_overflow("{value.name}", {writer.text(node)}, capacity={value.capacity})')
+            body.append(f"state.note_overflow({quoted(value.name)}, {writer.text(node)}, capacity={value.capacity})")
         else:
-            pairs.append(f'"{value.name}": {writer.text(node)}')
+            pairs.append(f"{quoted(value.name)}: {writer.text(node)}")
     body += fold(f"results = {{{', '.join(pairs)}}}")
     body.append("return results, saved")
     return _function("def forward(state, batch):", body), saved
@@ -245,7 +246,7 @@ def _model_backward(
         outer.backward,
         given=given,
         owned={*saved_names, *saved_inputs},
-        taken={*saved_names, *saved_inputs, *_RESERVED},
+        taken={*saved_names, *saved_inputs, *_RESERVED, *_functions(sections)},
         handlers={torch.ops.moec.region_backward.default: _region_backward_handler(sections), WAIT: _reduced_handler},
         attributes=joint.module,
         constants=constants,
@@ -265,11 +266,7 @@ def _model_backward(
     for index, node in grads.items():
         if isinstance(node, fx.Node) and not _is_layer_grad(node, sections) and not _is_reduced(node):
             own.setdefault(node, []).append(signature.inputs[index].name)
-    writer.after = {
-        node: "\n".join(f'state.accumulate("{name}", {{}})' for name in wanted)
-        for node, wanted in own.items()
-        if node.op == "call_function"
-    }
+    writer.after = {node: _accumulations(wanted) for node, wanted in own.items() if node.op == "call_function"}
     unpack = [*saved_names, *saved_inputs]
     body = ['"""Add the gradients of one microbatch to the state."""', 'w = state.scope("")']
     body += [*fold(f'[{", ".join(unpack)}] = saved.pop("")')] if unpack else []
@@ -277,12 +274,22 @@ def _model_backward(
     body += writer.lines(())
     for node, wanted in own.items():
         if node.op != "call_function":
-            body += [f'state.accumulate("{name}", {writer.text(node)})' for name in wanted]
+            body += _accumulations(wanted)(writer.text(node)).splitlines()
     return _function("def backward(state, saved):", body)
 
 
+def _functions(sections: Mapping[str, Section]) -> set[str]:
+    """What the model's forward and backward call by name."""
+    return {f"{template}_{direction}" for template in sections for direction in ("forward", "backward")}
+
+
+def _accumulations(paths: Sequence[str]) -> Callable[[str], str]:
+    """The statements that add a gradient to the sums of one or several weights, from its text."""
+    return lambda value: "\n".join(f"state.accumulate({quoted(path)}, {value})" for path in paths)
+
+
 def _write(path: str, value: str) -> str:
-    return f'w["{path}"].copy_({value})'
+    return f"w[{quoted(path)}].copy_({value})"
 
 
 def _is_reduced(node: fx.Node) -> bool:
@@ -295,7 +302,7 @@ def _reduced_handler(writer: FunctionWriter, node: fx.Node) -> str | None:
     """Reduced gradients go to the state as soon as they are there; any other wait has its ordinary form."""
     call = f"c10d.wait_tensor({writer.text(node.args[0])})"
     if _is_reduced(node):
-        return f'state.accumulate_shard("{node.meta["bucket"]}", {call})'
+        return f"state.accumulate_shard({quoted(node.meta['bucket'])}, {call})"
     return f"{writer.name(node)} = {call}"
 
 
@@ -316,7 +323,8 @@ def _region_handler(sections: Mapping[str, Section], writes: BufferWrites) -> An
             names.append(writer.name(user, wish, within=node))
             writer.given[user] = names[-1]
         arguments = [*_weight_texts(writer, node, section), *(writer.text(value) for value in inputs)]  # type: ignore[union-attr]
-        call = f'{_one_or_tuple(names)}, saved["{path}"] = {template}_forward({", ".join(arguments)})'
+        target = f"{_one_or_tuple(names)}, saved[{quoted(str(path))}]"
+        call = f"{target} = {template}_forward({', '.join(arguments)})"
         before = [_write(name, writer.text(value)) for name, value in writes.before[node]]
         return "\n".join([*before, call, *(_write(name, writer.text(value)) for name, value in writes.after[node])])
 
@@ -329,8 +337,8 @@ def _weight_texts(writer: FunctionWriter, node: fx.Node, section: Section) -> li
     values: Sequence[Any] = node.args[3]  # type: ignore[assignment]
     texts = [writer.text(value) for value in values[: len(names)]]
     buckets = len(_buckets(section.parts.joint.unit.signature))
-    shared = [f'"{name}": {text}' for name, text in zip(names, texts, strict=True)][buckets:]
-    scope = f'state.scope("{node.args[1]}")'
+    shared = [f"{quoted(name)}: {text}" for name, text in zip(names, texts, strict=True)][buckets:]
+    scope = f"state.scope({quoted(str(node.args[1]))})"
     return [f"{{**{scope}, {', '.join(shared)}}}" if shared else scope, *texts[:buckets]]
 
 
@@ -349,16 +357,18 @@ def _region_backward_handler(sections: Mapping[str, Section]) -> Any:
                 wish = f"d_{'bucket_' if weight else ''}{region_name(str(path))}"
                 names.append(writer.drop(node) if user is None else writer.name(user, wish, within=node))
             elif user is not None and not _only_output(user):
-                extra.append(f'{writer.name(user, f"d_{identifier(weight)}", within=node)} = grads.pop("{weight}")')
+                local = writer.name(user, f"d_{identifier(weight)}", within=node)
+                extra.append(f"{local} = grads.pop({quoted(weight)})")
             if user is not None:
                 writer.given[user] = writer.names.get(user, "")
-        arguments = [*_weight_texts(writer, node, section), f'saved.pop("{path}")']
+        arguments = [*_weight_texts(writer, node, section), f"saved.pop({quoted(str(path))})"]
         arguments += [writer.text(value) for value in tangents]  # type: ignore[union-attr]
         call = f"{template}_backward({', '.join(arguments)})"
         target = _one_or_tuple(names or [writer.drop(node)])
         if not _returns_weights(section):
             return f"{target} = {call}"
-        return "\n".join([f"{target}, grads = {call}", *extra, f'state.accumulate_layer("{path}", grads)', "del grads"])
+        added = f"state.accumulate_layer({quoted(str(path))}, grads)"
+        return "\n".join([f"{target}, grads = {call}", *extra, added, "del grads"])
 
     return write
 
@@ -413,7 +423,8 @@ def _input_texts(parts: Partitioned, graph: fx.Graph) -> dict[fx.Node, str]:
         kind, index = node.meta["role"]
         if kind == "input":
             value = signature.inputs[index]
-            by_name = f'state.shard("{value.name}")' if value.kind == "shard" else f'w["{value.name}"]'
+            name = quoted(value.name)
+            by_name = f"state.shard({name})" if value.kind == "shard" else f"w[{name}]"
             texts[node] = names.get(index) or by_name
     return texts
 

@@ -8,6 +8,7 @@ import torch
 
 from moec.compiler.capture import Capture
 from moec.compiler.plan import Plan
+from moec.compiler.text import quoted
 
 
 def header_text(model: str, plan: Plan, captured: Capture) -> str:
@@ -40,7 +41,7 @@ def update_text(plan: Plan, routers: Sequence[tuple[str, str, int]]) -> str:
         f'runtime.adamw(state, groups["no_decay"], {common}, weight_decay=0.0)',
     ]
     if routers:
-        entries = [f'    ("{bias}", "{histogram}", {top_k}),' for bias, histogram, top_k in routers]
+        entries = [f"    ({quoted(bias)}, {quoted(histogram)}, {top_k})," for bias, histogram, top_k in routers]
         lines += ["routers = [", *entries, "]", "runtime.update_balance(state, routers)"]
     return "\n".join([*lines, "return norm"])
 

@@ -109,7 +109,7 @@ class PassLog:
     def read(cls, path: Path) -> PassLog:
         """What `write` wrote."""
         log = cls()
-        for number, line in enumerate(path.read_text().splitlines(), 1):
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
             try:
                 log._add(json.loads(line))
             except (ValueError, KeyError, TypeError, AttributeError) as error:

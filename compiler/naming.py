@@ -32,7 +32,7 @@ def template_names(modules: Sequence[Sequence[nn.Module]], groups: Sequence[Sequ
 def snake_case(name: str) -> str:
     """'GatedMLAttention' -> 'gated_ml_attention'."""
     parts = re.sub(r"(?<=[a-z0-9])(?=[A-Z][a-z])|(?<=[a-z0-9])(?=[A-Z]{2})|(?<=[A-Z])(?=[A-Z][a-z])", "_", name)
-    return re.sub(r"\W+", "_", parts).strip("_").lower()
+    return re.sub(r"\W+", "_", parts, flags=re.ASCII).strip("_").lower()
 
 
 def _distinct(names: Sequence[str]) -> list[str]:
@@ -55,8 +55,9 @@ def _common_prefix(names: Sequence[str]) -> str:
 
 def _base(path: str) -> str:
     words = [part for part in path.split(".") if not part.isdigit()]
-    last = re.sub(r"\W", "_", words[-1]) if words else "layer"
-    return "layer" if last == "layers" else last.removesuffix("s") if path.split(".")[-1].isdigit() else last
+    last = re.sub(r"\W", "_", words[-1], flags=re.ASCII) if words else "layer"
+    last = last.removesuffix("s") if path.split(".")[-1].isdigit() or last == "layers" else last
+    return f"layer_{last}" if not last or last[0].isdigit() else last if last.strip("_") else "layer"
 
 
 def _child_classes(body: nn.Module) -> list[str]:

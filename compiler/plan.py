@@ -196,7 +196,7 @@ class Plan:
         if isinstance(source, Path):
             if not source.is_file():
                 raise PlanError(f"no plan file at {source}", hint="give the path of a YAML file with plan fields")
-            source = source.read_text()
+            source = source.read_text(encoding="utf-8")
         try:
             values = yaml.safe_load(source)
         except yaml.YAMLError as error:

@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 from moec.compiler._torch_compat import OpOverload
 from moec.compiler.graph import module_path
+from moec.compiler.text import printable
 
 _SHORT = {
     torch.float32: "f32",
@@ -27,7 +28,7 @@ _SHORT = {
 
 def graph_text(graph: fx.Graph, names: Mapping[fx.Node, str] | None = None) -> str:
     """The graph, line by line; `names` gives placeholders their names."""
-    labels = dict(names or {})
+    labels = {node: printable(name) for node, name in (names or {}).items()}
     lines = []
     for node in graph.nodes:
         if node.op == "output":
@@ -39,7 +40,7 @@ def graph_text(graph: fx.Graph, names: Mapping[fx.Node, str] | None = None) -> s
             continue
         arguments = [_argument(value, labels) for value in node.args]
         arguments += [f"{name}={_argument(value, labels)}" for name, value in node.kwargs.items()]
-        path = module_path(node)
+        path = printable(module_path(node))
         line = f"{left} = {op_text(node.target)}({', '.join(arguments)})"
         lines.append(f"{line}  # {path}" if path else line)
     return "\n".join(lines)
@@ -69,7 +70,7 @@ def _argument(value: Any, labels: Mapping[fx.Node, str]) -> str:
         return f"%{labels.get(value, value.name)}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(_argument(item, labels) for item in value)}]"
-    return str(value)
+    return printable(str(value))
 
 
 @dataclass(frozen=True)
@@ -89,13 +90,15 @@ class StageGraphs:
         paths = []
         for name, text in self.units.items():
             paths.append(folder / f"{name}.txt")
-            paths[-1].write_text(text + "\n")
+            paths[-1].write_text(text + "\n", encoding="utf-8")
         return paths
 
     @classmethod
     def read(cls, stage: str, folder: Path) -> StageGraphs:
         """What `save` wrote."""
-        return cls(stage, {path.stem: path.read_text().rstrip("\n") for path in sorted(folder.glob("*.txt"))})
+        return cls(
+            stage, {path.stem: path.read_text(encoding="utf-8").rstrip("\n") for path in sorted(folder.glob("*.txt"))}
+        )
 
     def diff(self, other: StageGraphs) -> str:
         """Unified diff from this stage to another, unit by unit; '' when equal."""

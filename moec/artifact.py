@@ -105,8 +105,8 @@ def write_artifact(
 ) -> dict[str, Any]:
     """Write everything but weights into `folder`, and return the fingerprint."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / PROGRAM).write_text(program.text)
-    (folder / PLAN).write_text(plan.to_yaml())
+    (folder / PROGRAM).write_text(program.text, encoding="utf-8")
+    (folder / PLAN).write_text(plan.to_yaml(), encoding="utf-8")
     log.write(folder / LOG)
     (folder / STATE_MAP).write_text(json.dumps(asdict(state_map), indent=1) + "\n")
     fingerprint = {
@@ -138,7 +138,7 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
     if not path.is_file():
         raise no_artifact(folder, name)
     try:
-        return json.loads(path.read_text())
+        return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ArtifactError(f"{path} is damaged", why=str(error), hint="compile it again") from error
 

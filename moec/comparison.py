@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
@@ -88,6 +89,6 @@ def comparison_table(comparisons: Iterable[Comparison], title: str) -> Table:
         worst = max(members, key=lambda item: (not item.equal, item.error / item.bound if item.bound else item.error))
         verdict = "[green]equal[/green]" if all(item.equal for item in members) else "[red]differs[/red]"
         table.add_row(
-            str(step), kind, str(len(members)), f"{worst.error:.1e}", f"{worst.bound:.1e}", worst.name, verdict
+            str(step), kind, str(len(members)), f"{worst.error:.1e}", f"{worst.bound:.1e}", escape(worst.name), verdict
         )
     return table

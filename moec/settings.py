@@ -24,7 +24,7 @@ def read_plan(
     given: dict[str, Any] = {}
     if file is not None:
         Plan.from_yaml(file)  # reports a missing file, broken YAML and wrong fields
-        given = yaml.safe_load(file.read_text()) or {}
+        given = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
     plan = Plan.from_dict({**(defaults or {}), **given}).override(settings)
     return plan, {*given, *(setting.partition("=")[0].strip().split(".")[0] for setting in settings)}
 

@@ -36,7 +36,7 @@ class CompiledStep(TrainStep):
         fingerprint = read_json(folder, FINGERPRINT)
         state_map = read_json(folder, STATE_MAP)
         images = tuple(state_map["images"]) if state_map["images"] else None
-        artifact = fingerprint | {"program": digest((folder / PROGRAM).read_text())}
+        artifact = fingerprint | {"program": digest((folder / PROGRAM).read_text(encoding="utf-8"))}
         step = cls(program, state, plan, artifact, state_map["vocabulary"], images, tuple(state_map["written"]))
         step.folder, step.log = folder, log
         return step
@@ -44,7 +44,7 @@ class CompiledStep(TrainStep):
     @property
     def source(self) -> str:
         """The text of step.py as it runs."""
-        return (self.folder / PROGRAM).read_text()
+        return (self.folder / PROGRAM).read_text(encoding="utf-8")
 
     @property
     def memory(self) -> MemoryPlan:

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from torch import nn
 
 from moec.comparison import FULL, Comparison, comparison_table
@@ -84,20 +85,21 @@ class Report:
             yield pass_check_table(self.passes)
         moved = self.first_pass()
         if moved is not None:
-            yield f"[red]numbers move in pass {moved.name} on {moved.unit}[/red]: {moved.where}"
+            yield f"[red]numbers move in pass {moved.name} on {moved.unit}[/red]: {escape(moved.where)}"
         differences = self.differences()
         for one in differences[:_SHOWN]:
             yield (
-                f"[red]differs[/red] step {one.step}, {one.kind} {one.name}: "
+                f"[red]differs[/red] step {one.step}, {one.kind} {escape(one.name)}: "
                 f"error {one.error:.3g}, bound {one.bound:.3g}"
             )
         if len(differences) > _SHOWN:
             yield f"... and {len(differences) - _SHOWN} more"
         nearby = [one for one in self.comparisons if one.nearby]
         if nearby:
+            first = f"{escape(nearby[0].name)} of step {nearby[0].step} the first"
             yield (
-                f"{len(nearby)} numbers, {nearby[0].name} of step {nearby[0].step} the first, were compared with "
-                "slightly moved weights: at the weights themselves a near tie was decided the other way"
+                f"{len(nearby)} numbers, {first}, were compared with slightly moved weights: at the weights themselves "
+                "a near tie was decided the other way"
             )
         if self.void:
             yield f"[red]proves nothing[/red]: {self.void}"

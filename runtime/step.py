@@ -186,7 +186,7 @@ class TrainStep:
         """Before anything runs on several ranks: they have to be about to run the same."""
         if self._world == 1 or self._met:
             return
-        text = Path(str(self.program.__file__)).read_text()
+        text = Path(str(self.program.__file__)).read_text(encoding="utf-8")
         collectives = getattr(self.program, "COLLECTIVES", ())
         shake_hands(agreement(self.plan.to_dict(), text, collectives, self.state), self._world, self.program.DEVICE)
         self._met = True
