@@ -33,8 +33,8 @@ class MemoryPlan:
 
     state: held all the time. gradients: sums over microbatches. peak: the most that is held, `where` it is: the layer
     or op, and the direction. saved: what backward needs, all layers together, when forward ends. host: values that wait
-    in host memory then. saved_by_template: what one layer of
-    each template keeps on the device.
+    in host memory then. saved_by_template: what one layer of each template keeps on the device. copies: of the buffers
+    that a step writes, from its start until it has succeeded.
     """
 
     state: StateBytes
@@ -44,6 +44,7 @@ class MemoryPlan:
     where: str
     host: int = 0
     saved_by_template: Mapping[str, int] = field(default_factory=dict)
+    copies: int = 0
 
     @property
     def working(self) -> int:
@@ -56,7 +57,7 @@ class ProgramParts:
     """An emitted program: its layers by template name, and the outer graphs that call them; all lowered.
 
     tied: other name of a weight -> its owner. accumulation: microbatches per step. schedule: when copies to and from
-    host memory start and end.
+    host memory start and end. copies: bytes of the copies that a step keeps of the buffers it writes.
     """
 
     templates: Mapping[str, tuple[Template, Partitioned]]
@@ -64,3 +65,4 @@ class ProgramParts:
     tied: Mapping[str, str] = field(default_factory=dict)
     accumulation: int = 1
     schedule: CacheSchedule = field(default_factory=CacheSchedule)
+    copies: int = 0

@@ -39,7 +39,7 @@ def predict_memory(program: ProgramParts, state: StateBytes, granularity: int = 
 class _Replay:
     def __init__(self, program: ProgramParts, state: StateBytes, granularity: int) -> None:
         self._program, self._state, self._granularity = program, state, granularity
-        self._memory = Storages(state.total)
+        self._memory = Storages(state.total + program.copies)
         self._gradients: dict[str, int] = {}
         self._saved: dict[str, list[Any]] = {}
         workspaces = Workspaces(granularity)
@@ -68,7 +68,16 @@ class _Replay:
                 by_template[name] = memory.distinct(self._saved.get(template.paths[0]))
             self._run_backward()
         gradients = sum(self._gradients.values())
-        return MemoryPlan(self._state, gradients, saved, memory.peak, memory.where, memory.host_peak, by_template)
+        return MemoryPlan(
+            self._state,
+            gradients,
+            saved,
+            memory.peak,
+            memory.where,
+            memory.host_peak,
+            by_template,
+            self._program.copies,
+        )
 
     # the outer program
 

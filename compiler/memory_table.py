@@ -15,6 +15,7 @@ def memory_table(plan: MemoryPlan) -> Table:
     table.add_column("what")
     table.add_column("bytes", justify="right")
     rows = [*vars(plan.state).items(), ("gradients", plan.gradients), ("saved for backward", plan.saved)]
+    rows += [("copies of buffers that a step writes", plan.copies)]
     rows += [("in host memory", plan.host), (f"peak, at {plan.where}", plan.peak)]
     for name, value in rows:
         if value:

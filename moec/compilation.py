@@ -48,7 +48,7 @@ class Compilation:
         return [router for router in self.view.balanced if router[1] in written]
 
     def written_paths(self) -> list[str]:
-        """What a step writes beside the optimizer's updates: buffers of the forward, and biases that balance routers."""
+        """What a step writes beside the optimizer's updates: buffers of the forward, and biases of balanced routers."""
         written = [*(self.outer.joint.buffers if self.outer is not None else ())]
         written += [bias for bias, _, _ in self.balanced_routers()]
         return sorted({self.captured.tied.get(path, path) for path in written})

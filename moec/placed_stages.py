@@ -28,7 +28,7 @@ from moec.compiler.region_op import templates_in_scope
 from moec.compiler.spec import check_joint, check_lowered, check_placed
 from moec.compiler.template import Template
 from moec.compiler.unused_results import detach_unused_results
-from moec.forecast import forecast, state_of
+from moec.forecast import copies_of, forecast, state_of
 from moec.passes import SHARDING_PASSES
 from moec.preflight import device_of_program
 from moec.stage_record import joint_graphs, placed_graphs, timed
@@ -78,7 +78,8 @@ def differentiate_and_place(result: Compilation) -> None:
     with timed(log, "memory"):
         device = device_of_program(result.model, plan)
         state = state_of(result.model, result.unreached, result.buckets, plan, device)
-        log.memory = forecast(result.sections, result.outer, captured.tied, plan, state, device)
+        copies = copies_of(result.model, result.written_paths(), device)
+        log.memory = forecast(result.sections, result.outer, captured.tied, plan, state, device, copies=copies)
 
 
 def _shard(result: Compilation, program: JointProgram) -> None:

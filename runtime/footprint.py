@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
@@ -11,7 +11,8 @@ from moec.compiler.allocations import rounded
 from moec.compiler.layout import BucketInstance, rows_of_rank
 from moec.compiler.memory import StateBytes
 from moec.compiler.plan import MeshPlan
-from moec.runtime.state import Inventory, sum_dtype
+from moec.runtime.inventory import Inventory
+from moec.runtime.state import sum_dtype
 
 
 def state_bytes(
@@ -41,6 +42,11 @@ def state_bytes(
         masters=sum(local(p, t.itemsize) for p, t in trained.items() if t != inventory.weights[p].dtype),
         moments=2 * sum(local(p, t.itemsize) for p, t in trained.items()),
     )
+
+
+def copied_bytes(inventory: Inventory, written: Iterable[str], granularity: int = 1) -> int:
+    """Bytes of the copies that a step keeps of the buffers it writes, by path, until it has succeeded."""
+    return sum(rounded(_nbytes(inventory.buffers[path]), granularity) for path in written)
 
 
 def _nbytes(tensor: Tensor) -> int:

@@ -23,8 +23,9 @@ from moec.models.huggingface.tiny import tiny_config
 from moec.placing import shards_of
 from moec.random_batch import random_batches
 from moec.runtime.footprint import state_bytes
+from moec.runtime.inventory import Inventory
 from moec.runtime.ranks import Ranks
-from moec.runtime.state import Inventory, StepState
+from moec.runtime.state import StepState
 from tests.spine import VOCABULARY, Language, Layer, seeded, small_k3
 
 BOUND = 0.02
@@ -80,6 +81,7 @@ def test_the_predicted_peak_is_the_counted_one(name: str) -> None:
     assert memory.state.total == state
     assert abs(memory.peak - state - found) <= BOUND * found, f"{memory.peak - state:,} predicted, {found:,} counted"
     assert memory.gradients == held(step.state.gradients)
+    assert memory.copies == held({path: step.state.buffers[path] for path in step.written})
     assert 0 < memory.saved < memory.peak
 
 
