@@ -276,7 +276,8 @@ def _goes_with_layer(node: fx.Node) -> bool:
     """Whether a gradient is added to the state together with its whole layer."""
     if not is_getitem(node) or node.args[0].target is not _OPS.region_backward.default:  # type: ignore[union-attr]
         return False
-    uses = [value for user in node.users for value in user.args[0] if user.op == "output" and value is node]  # type: ignore[union-attr]
+    outputs = [user for user in node.users if user.op == "output"]
+    uses = [value for user in outputs for value in user.args[0] if value is node]  # type: ignore[union-attr]
     return len(uses) <= 1 and all(user.op == "output" for user in node.users)
 
 
