@@ -9,11 +9,9 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,19 +21,20 @@ from torch.export.graph_signature import InputKind as ExportKind
 
 from moec.compiler._torch_compat import FakeTensor, pytree
 from moec.compiler.ambient import ambient_scope, current
-from moec.compiler.autocast import AUTOCAST_HINT, AutocastInModel, refuse_autocast_inside
+from moec.compiler.autocast import refuse_autocast_inside
 from moec.compiler.errors import CaptureError
+from moec.compiler.exporting import LengthRefused, capture_error, export
 from moec.compiler.fake import fake_like, fake_mode_of, fake_weights
 from moec.compiler.grad_modes import inline_grad_modes
 from moec.compiler.graph import OUTER, InputValue, OutputValue, Program, Signature, Unit, source_line
+from moec.compiler.lengths import not_every_length
 from moec.compiler.naming import template_names
-from moec.compiler.overlap import overlapping, overlaps_itself
+from moec.compiler.overlap import overlapping
 from moec.compiler.pass_manager import NearMiss
 from moec.compiler.plan import Plan
-from moec.compiler.python_gradients import PythonGradient, hooked_parameters, refuse_python_gradients
+from moec.compiler.python_gradients import hooked_parameters, refuse_python_gradients
 from moec.compiler.region_op import region, templates_in_scope
 from moec.compiler.regions import Probe, RegionCall, find_regions, patched_forwards, probe, weight_slots
-from moec.compiler.symbolic import TrustTopK
 from moec.compiler.template import Template, ValueSpec
 from moec.compiler.view import TrainingView
 from moec.compiler.writes import watched_writes
@@ -61,10 +60,10 @@ class Capture:
 def capture(view: TrainingView, plan: Plan, inputs: dict[str, Tensor]) -> Capture:
     """Trace `view.module` on fakes of `inputs` (by argument name; values are never read).
 
-    Raises CaptureError with the module path and source line when the model cannot be traced into one graph.
+    Raises CaptureError with the module path and source line when the model cannot be traced into one graph, and with
+    the lengths that it takes when these are not all that the plan asks for.
     """
-    module, root = view.module, _root(view)
-    hooked = hooked_parameters(root)
+    hooked = hooked_parameters(_root(view))
     if hooked:
         raise CaptureError(
             f"the parameter {hooked[0]} has a hook on its gradient",
@@ -72,6 +71,27 @@ def capture(view: TrainingView, plan: Plan, inputs: dict[str, Tensor]) -> Captur
             why="a compiled step computes gradients itself and calls no hooks of autograd",
             hint="remove the hook, or do its work in the model's forward",
         )
+    try:
+        return _capture(view, plan, inputs)
+    except LengthRefused as refusal:
+        raise _length_error(view, plan, inputs, refusal) from refusal
+
+
+def _length_error(view: TrainingView, plan: Plan, inputs: dict[str, Tensor], refusal: LengthRefused) -> CaptureError:
+    """The lengths that everything takes: what was refused last gives the next shortest length to try."""
+    refusals = [refusal]
+    while refusals[-1].shortest < plan.length:
+        try:
+            _capture(view, replace(plan, min_length=refusals[-1].shortest), inputs)
+            break
+        except LengthRefused as further:
+            refusals.append(further)
+    reasons = [(refused.what, refused.reason) for refused in refusals]
+    return not_every_length(plan, refusals[-1].shortest, reasons)
+
+
+def _capture(view: TrainingView, plan: Plan, inputs: dict[str, Tensor]) -> Capture:
+    module, root = view.module, _root(view)
     mode, shared = fake_mode_of(module), overlapping(dict(weight_slots(root)))
     with ExitStack() as stack:
         stack.enter_context(refuse_autocast_inside())
@@ -101,7 +121,7 @@ def _probe(view: TrainingView, regions: dict[str, nn.Module], fakes: dict[str, T
             with watched_writes(slots) as written:
                 found = probe(view.module, regions, lambda: view.module(**fakes))
         except (RuntimeError, ValueError, TypeError, AssertionError, NotImplementedError) as error:
-            raise _capture_error("the model", error, _root(view)) from error
+            raise capture_error("the model", error, _root(view)) from error
     for path, buffer in _root(view).named_buffers(remove_duplicate=False):
         if buffer is not before.get(path):
             raise CaptureError(
@@ -138,7 +158,15 @@ def _moving_sizes(
         return {path: [set() for _ in call.inputs] for path, call in found.calls.items()}
     shorter = max(plan.min_length, plan.length // 2 + 1)
     others = {name: fake_like(_cut(name, value, shorter), mode) for name, value in fakes.items()}
-    second = _probe(view, {path: regions[path] for path in found.calls}, others, mode)
+    try:
+        second = _probe(view, {path: regions[path] for path in found.calls}, others, mode)
+    except CaptureError as error:
+        raise CaptureError(
+            f"the model runs at length {plan.length}, and not at length {shorter}",
+            where=error.where,
+            why=error.why,
+            hint=f"dynamic lengths need a model that takes every one from {plan.min_length} to {plan.length}",
+        ) from error
     moving: dict[str, list[set[int]]] = {}
     for path, call in list(found.calls.items()):
         other = second.calls.get(path)
@@ -179,8 +207,8 @@ def _capture_template(
 ) -> Template:
     call, body = calls[0], root.get_submodule(calls[0].path)
     shapes = [dict.fromkeys(dims, _length(plan)) if dims else None for dims in moving]
-    exported = _export(
-        _RegionBody(body, call), call.inputs, (tuple(shapes),) if plan.dynamic else None, root, call.path
+    exported = export(
+        _RegionBody(body, call), call.inputs, (tuple(shapes),) if plan.dynamic else None, plan, root, call.path
     )
     flags = {n: tensor.requires_grad for n, tensor in weight_slots(body)}
     unit = _unit(name, exported, "body.", flags, call.names, [t.requires_grad for t in call.inputs])
@@ -248,7 +276,7 @@ def _capture_outer(
     wrapper = _OuterBody(view.module, tuple(fakes), collected)
     shapes = tuple({1: _length(plan)} if plan.dynamic and name in _WITH_LENGTH else None for name in fakes)
     with templates_in_scope(templates), patched_forwards({p: regions[p] for p in by_path}, replace):
-        exported = _export(wrapper, tuple(fakes.values()), (shapes,) if plan.dynamic else None, root)
+        exported = export(wrapper, tuple(fakes.values()), (shapes,) if plan.dynamic else None, plan, root)
     flags = {n.removeprefix(view.prefix): tensor.requires_grad for n, tensor in weight_slots(view.module)}
     outer = _unit(OUTER, exported, f"body.{view.prefix}", flags, tuple(fakes), [False] * len(fakes), tuple(collected))
     program = Program({name: template.unit for name, template in templates.items()} | {OUTER: outer})
@@ -308,63 +336,6 @@ def _calling(
         return call.result(list(outputs[:count]))
 
     return run
-
-
-def _export(
-    module: nn.Module, args: tuple[Tensor, ...], shapes: Any, root: nn.Module, path: str = ""
-) -> ExportedProgram:
-    failures = []
-    for strict in (False, True):
-        try:
-            with TrustTopK():
-                return torch.export.export(module, args, dynamic_shapes=shapes, strict=strict)
-        except Exception as error:  # torch raises many kinds here; each becomes one CaptureError
-            failures.append(error)
-    raise _capture_error(f"layer {path}" if path else "the model", failures[0], root) from failures[0]
-
-
-def _capture_error(what: str, error: Exception, root: nn.Module) -> CaptureError:
-    text = [line.strip() for line in str(error).splitlines() if line.strip()]
-    reason = next((line for line in text if line.startswith("- Not all values")), text[0] if text else "")
-    data_dependent = any(word in str(error) for word in ("data-dependent", "data dependent", "GuardOnDataDependent"))
-    if isinstance(error, PythonGradient):
-        hint = (
-            "make it an op (torch.library.custom_op with register_autograd), or write it in plain operations; "
-            'torch.compile(backend="moec") takes it as it is'
-        )
-    elif isinstance(error, AutocastInModel):
-        hint = AUTOCAST_HINT
-    elif data_dependent:
-        hint = (
-            "its control flow or a size depends on the data: replace the loop or `.tolist()` by an op with fixed "
-            "shapes (for experts: stacked weights and moec's grouped ops)"
-        )
-    elif "more than one element of the written-to tensor" in str(error):
-        paths = [path for path, tensor in weight_slots(root) if overlaps_itself(tensor)]
-        reason = f"it writes a tensor whose elements share memory, as those of {', '.join(paths)} do"
-        hint = "give the buffer memory of its own: register tensor.contiguous()"
-    elif "Constraints violated" in str(error):
-        hint = "not every length of the plan fits one graph: raise plan.min_length, or leave plan.dynamic out"
-    else:
-        hint = "run the model once in eager mode with the plan's batch and length to see whether it is the model's own"
-    return CaptureError(
-        f"{what} cannot be traced into one graph",
-        where=_user_frame(error, root),
-        why=f"{type(error).__name__}: {reason}",
-        hint=hint,
-    )
-
-
-def _user_frame(error: BaseException, root: nn.Module) -> str:
-    """'layers.0.mlp, moe.py:12 in forward': the last frame of the model's code, and the module that runs it."""
-    paths = {id(child): path for path, child in root.named_modules()}
-    own = [f for f in traceback.walk_tb(error.__traceback__) if not f[0].f_code.co_filename.startswith(_NOT_THE_MODEL)]
-    running = [paths[id(f.f_locals["self"])] for f, _ in own if id(f.f_locals.get("self")) in paths]
-    text = f"{own[-1][0].f_code.co_filename}:{own[-1][1]} in {own[-1][0].f_code.co_name}" if own else ""
-    return ", ".join(filter(None, [running[-1] if running else "", text]))
-
-
-_NOT_THE_MODEL = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 
 
 def _unit(

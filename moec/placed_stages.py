@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -18,6 +18,7 @@ from moec.compilation import Compilation
 from moec.compiler.differentiate import Joint, differentiate
 from moec.compiler.errors import UnsupportedModelError
 from moec.compiler.graph import OUTER, Unit
+from moec.compiler.lengths import length_range, not_every_length
 from moec.compiler.lower import add_choice, lower
 from moec.compiler.partition import Partitioned, partition
 from moec.compiler.pass_manager import PassContext
@@ -51,6 +52,7 @@ def differentiate_and_place(result: Compilation) -> None:
         outer = _differentiated(captured.program.outer, plan)
         _by_path_only(outer, captured.templates)
         count([outer.graph])
+    log.notes += _checked_lengths(plan, [*joints.values(), outer])
     program = JointProgram(captured.templates, joints, outer, shared_weights(captured), captured.tied)
     result.unreached = _unreached(result, outer)
     result.stages["joint"] = joint_graphs("joint", program)
@@ -80,6 +82,17 @@ def differentiate_and_place(result: Compilation) -> None:
         state = state_of(result.model, result.unreached, result.buckets, plan, device)
         copies = copies_of(result.model, result.written_paths(), device)
         log.memory = forecast(result.sections, result.outer, captured.tied, plan, state, device, copies=copies)
+
+
+def _checked_lengths(plan: Plan, joints: Sequence[Joint]) -> list[str]:
+    """A note on the lengths that a step takes; CaptureError where differentiation made conditions that some break."""
+    if plan.dynamic is None:
+        return []
+    ranges = [(joint, *length_range(joint.graph, plan.min_length, plan.length)) for joint in joints]
+    reasons = [(f"the backward of {joint.unit.name}", reason) for joint, least, reason in ranges if reason]
+    if reasons:
+        raise not_every_length(plan, max(least for _, least, _ in ranges), reasons)
+    return [f"one graph for every length from {plan.min_length} to {plan.length}, backward included"]
 
 
 def _shard(result: Compilation, program: JointProgram) -> None:

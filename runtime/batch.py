@@ -89,9 +89,20 @@ class BatchRules:
             raise BatchError(
                 f"{name} has shape {list(value.shape)}, the step was compiled for {wanted}",
                 where="plan.accumulation, plan.batch, plan.length",
+                why=self._length_refusal(shaped),
                 hint="pad or cut the batch, or compile again with a plan of this shape",
             )
         return shaped
+
+    def _length_refusal(self, shaped: Tensor) -> str:
+        """Which lengths the step takes, where the length is what is wrong."""
+        plan = self.plan
+        if plan.dynamic is None or shaped.dim() != 3 or plan.min_length <= shaped.shape[2] <= plan.length:
+            return ""
+        found = shaped.shape[2]
+        if found < plan.min_length:
+            return f"its length is {found}, the shortest that the graph takes is {plan.min_length} (plan.min_length)"
+        return f"its length is {found}, the longest that the graph takes is {plan.length} (plan.length)"
 
     def _length_text(self) -> str:
         plan = self.plan

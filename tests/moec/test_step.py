@@ -67,6 +67,11 @@ def test_a_wrong_shape_names_the_compiled_one(shape: tuple[int, ...], plan: Plan
     length = "3..6" if plan.dynamic else "6"
     assert f"compiled for [{plan.accumulation}, 2, {length}]" in error.what
     assert error.where == "plan.accumulation, plan.batch, plan.length"
+    if plan.dynamic:
+        bound = "shortest that the graph takes is 3" if shape[1] < 3 else "longest that the graph takes is 6"
+        assert error.why.startswith(f"its length is {shape[1]}, the {bound}")
+    else:
+        assert error.why == ""
 
 
 def test_tensors_of_different_shapes_are_refused() -> None:
