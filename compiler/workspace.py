@@ -1,6 +1,6 @@
 """Memory that an op holds only while it runs, beyond its inputs and results.
 
-1. A rule of the table `WORKSPACE`, where an implementation brings one (`register_workspace`).
+1. A rule of the table `WORKSPACE`, where an implementation brings one (`register_workspace`) that fits the call.
 2. An op of the dialect that runs its Python body: the body is run once on tensors of the meta device under an
    allocation count, so the answer is that of the code itself. Sizes that are data count as expected.
 3. Bodies that read their data (`_BY_SIZE`) cannot run so; what they hold follows from the sizes.
@@ -21,13 +21,14 @@ from moec.compiler.dialect.registry import BODIES, nbytes, size_hint
 from moec.compiler.nodes import bound_args
 
 Rule = Callable[[fx.Node], int]
+KernelRule = Callable[[fx.Node], int | None]
 
-WORKSPACE: dict[OpOverload, Rule] = {}
+WORKSPACE: dict[OpOverload, KernelRule] = {}
 """Op -> bytes it holds while it runs, by node; whoever brings a kernel adds its rule."""
 
 
-def register_workspace(op: OpOverload, rule: Rule) -> None:
-    """Say what an implementation holds while it runs."""
+def register_workspace(op: OpOverload, rule: KernelRule) -> None:
+    """Say what an implementation holds while it runs; None for a call that it does not take."""
     WORKSPACE[op] = rule
 
 
@@ -41,9 +42,12 @@ class Workspaces:
     def of(self, node: fx.Node) -> int:
         """Bytes beyond inputs and results while the node's op runs."""
         op = node.target
-        rule = WORKSPACE.get(op) or _BY_SIZE.get(op)  # type: ignore[call-overload]
-        if rule is not None:
-            return rounded(rule(node), self._granularity)
+        by_kernel, by_size = WORKSPACE.get(op), _BY_SIZE.get(op)  # type: ignore[call-overload]
+        known = by_kernel(node) if by_kernel is not None else None
+        if known is None and by_size is not None:
+            known = by_size(node)
+        if known is not None:
+            return rounded(known, self._granularity)
         if op not in BODIES:
             return 0
         args = pytree.tree_map_only(fx.Node, lambda source: _on_meta(source.meta.get("val")), bound_args(node))

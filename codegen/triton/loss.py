@@ -17,7 +17,9 @@ from torch import Tensor, fx
 from moec.compiler import dialect  # noqa: F401  registers the ops
 from moec.compiler.dialect import log_probs, loss, loss_shards
 from moec.compiler.dialect.head import REFERENCE, Kernels
+from moec.compiler.dialect.registry import nbytes, size_hint
 from moec.compiler.lower import Implementation, argument_of, register_implementation
+from moec.compiler.workspace import register_workspace
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _OPS: Any = torch.ops.moec
@@ -70,6 +72,25 @@ def _sum_backward(*arguments: Any) -> Any:
     return loss.sum_backward(*arguments) if reason(*arguments) else loss_launch.sum_backward(*arguments)
 
 
+def workspace(node: fx.Node) -> int | None:
+    """Bytes that the kernels hold beyond inputs and results: a chunk of logits in the dtype of hidden, and sums.
+
+    Sums of gradients are float32. Where results are narrower, they are made of the sums when the last chunk is gone.
+    """
+    if refusal(node):
+        return None
+    if all(argument.name != "rows" for argument in node.target._schema.arguments):  # type: ignore[union-attr]
+        return 0
+    hidden, weight, rows, columns = (_value(argument_of(node, n)) for n in ("hidden", "weight", "rows", "columns"))
+    chunk = min(size_hint(hidden.shape[0]), rows) * min(size_hint(weight.shape[0]), columns) * hidden.element_size()
+    rounded = [
+        value for value in node.meta["val"] if value.dim() == 2 and value.element_size() < torch.float32.itemsize
+    ]
+    results = sum(nbytes(value) for value in rounded)
+    sums = sum(nbytes(value) // value.element_size() * torch.float32.itemsize for value in rounded)
+    return int(max(chunk + sums - results, sums))
+
+
 TABLE: dict[Any, Callable[..., Any]] = {
     _OPS.linear_cross_entropy.default: _on_device(loss.forward),
     _OPS.linear_cross_entropy_backward.default: _on_device(loss.backward),
@@ -84,3 +105,4 @@ TABLE: dict[Any, Callable[..., Any]] = {
 for _op, _function in TABLE.items():
     torch.library.register_kernel(_op, "cuda", _function)
     register_implementation(_op, Implementation("triton", _op, refusal))
+    register_workspace(_op, workspace)

@@ -16,6 +16,7 @@ from torch import fx
 
 import moec.codegen.triton  # noqa: F401  registers the kernels
 from moec.compiler.lower import IMPLEMENTATIONS, argument_of, lower
+from moec.compiler.workspace import Workspaces
 
 ROOT = Path(__file__).parents[2]
 OP = torch.ops.moec.linear_cross_entropy_sum.default
@@ -75,6 +76,36 @@ def test_gradients_that_nothing_uses_are_not_made(used: int, hidden: bool, weigh
     graph = _graph("cpu", torch.float32, used=used)
     lower(graph)
     assert (argument_of(_call(graph), "hidden_grad"), argument_of(_call(graph), "weight_grad")) == (hidden, weight)
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [(torch.bfloat16, 5 * 6 * 2), (torch.float32, 5 * 6 * 4)])
+def test_a_chunk_of_logits_is_what_the_kernels_hold(dtype: torch.dtype, expected: int) -> None:
+    pytest.importorskip("triton")
+    graph = _graph("cuda", dtype)
+    call = _call(graph)
+    names = [argument.name for argument in OP._schema.arguments]
+    call.args = tuple(5 if name == "rows" else value for name, value in zip(names, call.args, strict=True))
+    slopes = [torch.empty(n, 4, dtype=torch.float32, device="meta") for n in (8, 6)]
+    call.meta["val"] = (torch.empty((), device="meta"), torch.empty(8, device="meta"), *slopes)
+    assert Workspaces().of(call) == expected
+
+
+def test_the_sums_count_where_the_results_are_rounded() -> None:
+    pytest.importorskip("triton")
+    op = torch.ops.moec.linear_cross_entropy_backward.default
+    tensors = {node.name: node for node in _graph("cuda", torch.bfloat16).nodes if node.op == "placeholder"}
+    given = {"rows": 3, "columns": 6, "ignore_index": -100, "logit_scale": 1.0, "softcap": 0.0, "label_smoothing": 0.0}
+    given |= {name: tensors[name] for name in ("hidden", "weight", "labels")} | dict.fromkeys(("bias", "class_weights"))
+    names = [argument.name for argument in op._schema.arguments if argument.name != "needed"]
+    call = tensors["hidden"].graph.call_function(op, tuple(given.get(name, tensors["tokens"]) for name in names))
+    call.meta["val"] = tuple(torch.empty(n, 4, dtype=torch.bfloat16, device="meta") for n in (8, 6))
+    assert Workspaces().of(call) == (8 + 6) * 4 * 4  # the chunk of 3 x 6 is gone, and smaller than the results
+
+
+def test_a_chunk_on_a_cpu_is_measured_on_the_reference() -> None:
+    """In float32, as the reference holds it."""
+    found = Workspaces().of(_call(_graph("cpu", torch.bfloat16)))
+    assert found >= 8 * 6 * 4
 
 
 def test_every_op_of_the_loss_has_kernels() -> None:
