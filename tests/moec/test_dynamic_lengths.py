@@ -89,7 +89,12 @@ by_length.register_autograd(_backward)
         ((Pooled, Pooled), 5, "layer layers.0 was traced with length - 3 != 1"),
         ((Branching, Branching), 8, "layer layers.0 was traced with length >= 8"),
         ((Fourth, Fourth), 4, "layer layers.0 was traced with length >= 4"),
-        ((Fourth, Fourth, Branching, Branching), 8, "layer layers.2 was traced with length >= 8"),
+        pytest.param(
+            (Fourth, Fourth, Branching, Branching),
+            8,
+            "layer layers.2 was traced with length >= 8",
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["shift", "convolution", "branch", "slice", "several"],
 )

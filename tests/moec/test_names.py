@@ -78,7 +78,12 @@ class Everywhere(Language):
 
 
 @pytest.mark.parametrize(
-    "names", [ORDINARY, OF_PYTHON, OF_PROGRAMS, HOSTILE], ids=["ordinary", "python", "program", "hostile"]
+    "names",
+    [
+        pytest.param(HOSTILE, id="hostile"),
+        pytest.param(ORDINARY + OF_PYTHON, id="python", marks=pytest.mark.slow),
+        pytest.param(OF_PROGRAMS, id="program", marks=pytest.mark.slow),
+    ],
 )
 def test_a_model_with_such_names_is_compiled_right(names: tuple[str, ...], tmp_path: Path) -> None:
     model = seeded(Everywhere, *names)
@@ -164,6 +169,7 @@ def test_recompute_rules_reach_such_layers() -> None:
     assert len(again) == 1
 
 
+@pytest.mark.slow
 def test_text_files_do_not_depend_on_the_locale(tmp_path: Path) -> None:
     """Compiled, saved and loaded in a process whose files are ASCII by default."""
     script = (
