@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import moec
 from moec.compiler.allocations import AllocationCount, storage_key
-from moec.compiler.plan import LossPlan, Plan
+from moec.compiler.plan import CachePlan, CacheRule, LossPlan, Plan
 from moec.models.build import build
 from moec.models.huggingface.adapter import from_config
 from moec.models.huggingface.tiny import tiny_config
@@ -85,12 +85,17 @@ def huggingface(kind: str) -> Make:
     return make
 
 
+def recomputed(path: str) -> CachePlan:
+    """Recompute what lies below a module path pattern."""
+    return CachePlan(policy=(CacheRule("recompute", path),))
+
+
 B = Plan(batch=2, length=2048, dtype="bfloat16")
 CASES: dict[str, tuple[Make, Plan]] = {
     "keep all": (k3(), B),
-    "recompute all": (k3(), dataclasses.replace(B, recompute=("layers.*",))),
-    "recompute feed-forwards": (k3(), dataclasses.replace(B, recompute=("layers.*.feed_forward",))),
-    "recompute attention": (k3(), dataclasses.replace(B, recompute=("layers.*.attention",))),
+    "recompute all": (k3(), dataclasses.replace(B, cache=recomputed("layers.*"))),
+    "recompute feed-forwards": (k3(), dataclasses.replace(B, cache=recomputed("layers.*.feed_forward"))),
+    "recompute attention": (k3(), dataclasses.replace(B, cache=recomputed("layers.*.attention"))),
     "three microbatches": (k3(), dataclasses.replace(B, accumulation=3)),
     "packed": (k3(), dataclasses.replace(B, packing=True)),
     "one long row": (k3(), dataclasses.replace(B, batch=1, length=8192)),
@@ -99,7 +104,7 @@ CASES: dict[str, tuple[Make, Plan]] = {
     "grouped-query attention": (k3(full_attention="gqa", full_attention_layers=(2, 4)), B),
     "float32": (k3(), dataclasses.replace(B, dtype="float32", length=1024)),
     "mixtral": (huggingface("mixtral"), B),
-    "gpt_oss recomputed": (huggingface("gpt_oss"), dataclasses.replace(B, recompute=("*",))),
+    "gpt_oss recomputed": (huggingface("gpt_oss"), dataclasses.replace(B, cache=recomputed("*"))),
     "deepseek_v3": (huggingface("deepseek_v3"), B),
 }
 

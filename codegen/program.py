@@ -22,9 +22,10 @@ import torch
 from torch import Tensor, fx
 
 from moec.codegen.buffer_writes import BufferWrites, buffer_writes
+from moec.codegen.cache_calls import CACHE_HANDLERS, copies_of, names_of_fetched, uses_cache
 from moec.codegen.function import INDENT, FunctionWriter, fold, identifier
+from moec.compiler.cache_schedule import END, CacheSchedule
 from moec.compiler.collectives import WAIT
-from moec.compiler.dialect.registry import nbytes
 from moec.compiler.differentiate import is_getitem
 from moec.compiler.graph import OutputValue, Signature
 from moec.compiler.partition import Partitioned
@@ -51,6 +52,14 @@ class Section:
     parts: Partitioned
 
 
+@dataclass(frozen=True)
+class HostCopies:
+    """Values that wait in host memory. schedule: when their copies start and end; pool_bytes: of host memory."""
+
+    schedule: CacheSchedule
+    pool_bytes: int
+
+
 def write_program(
     header: str,
     device: torch.device,
@@ -59,24 +68,27 @@ def write_program(
     results: Sequence[OutputValue],
     tied: Mapping[str, str],
     update: str,
+    cache: HostCopies | None = None,
 ) -> ProgramText:
     """The text of step.py.
 
     header: its docstring. results: what outer gives. tied: other path of a weight or buffer -> its owner.
-    update: body of update().
+    update: body of update(). cache: what goes to host memory, if anything does.
     """
     constants: dict[str, Tensor] = {}
     blocks: list[str] = []
     for section in sections:
         blocks += _template_functions(section, constants)
-    blocks += _model_functions({s.template.name: s for s in sections}, outer, results, tied, constants)
+    by_name = {section.template.name: section for section in sections}
+    forward, saved_names = _model_forward(by_name, outer, results, tied, constants, cache)
+    blocks += [forward, _model_backward(by_name, outer, saved_names, constants, cache)]
     blocks.append(_function("def update(state, lr):", [f'"""{_UPDATE_DOC}"""', *update.splitlines()]))
     blocks.append(_STEP)
-    blocks.insert(0, _preamble(header, device, "\n".join(blocks)))
+    blocks.insert(0, _preamble(header, device, "\n".join(blocks), cache))
     return ProgramText("\n\n\n".join(blocks) + "\n", constants)
 
 
-def _preamble(header: str, device: torch.device, body: str) -> str:
+def _preamble(header: str, device: torch.device, body: str, cache: HostCopies | None) -> str:
     index = f", {device.index}" if device.index is not None else ""
     kernels, collectives = "moec.kda_triton" in body, "c10d." in body
     return "\n".join(
@@ -93,6 +105,11 @@ def _preamble(header: str, device: torch.device, body: str) -> str:
             *(["c10d = torch.ops._c10d_functional"] if collectives else []),
             f'DEVICE = torch.device("{device.type}"{index})',
             "CONSTANTS = runtime.load_constants(__file__, DEVICE)",
+            *(
+                [f"HOST_POOL = {cache.pool_bytes}  # bytes of host memory for values that backward fetches"]
+                if cache
+                else []
+            ),
         ]
     )
 
@@ -101,13 +118,14 @@ def _template_functions(section: Section, constants: dict[str, Tensor]) -> list[
     template, parts = section.template, section.parts
     signature = parts.joint.unit.signature
     inputs = list(_locals(signature).values())
-    forward_arguments = ["w", *inputs]
+    forward_arguments = ["w", *(["cache"] if uses_cache(parts) else []), *inputs]
     saved_inputs = _inputs_of_backward(parts)
     forward = FunctionWriter(
         parts.forward,
         given=_input_texts(parts, parts.forward),
         owned=set(),
         taken={*forward_arguments, *_RESERVED},
+        handlers=CACHE_HANDLERS,
         attributes=parts.joint.module,
         constants=constants,
     )
@@ -139,6 +157,7 @@ def _template_backward(
         given=given,
         owned={*tangents.values(), *unpack},
         taken={*tangents.values(), *unpack, *_RESERVED},
+        handlers=CACHE_HANDLERS,
         attributes=parts.joint.module,
         constants=constants,
     )
@@ -152,6 +171,7 @@ def _template_backward(
     body += [*fold(f"[{', '.join(unpack)}] = saved"), "saved.clear()"] if unpack else []
     grads = dict(zip(parts.joint.grads, parts.backward.output_node().args[0], strict=True))  # type: ignore[arg-type]
     writer.wishes = {node: f"d_{_short(signature.inputs[index].name)}" for index, node in grads.items()}
+    writer.wishes |= names_of_fetched(parts.backward, given)
     body += writer.lines(node for node in grads.values() if isinstance(node, fx.Node))
     of_inputs, of_buckets, of_weights = list[str](), list[str](), list[str]()
     for index, node in grads.items():
@@ -166,7 +186,8 @@ def _template_backward(
         body.append(f"return {_one_or_tuple(found) if found else None}, grads")
     else:
         body.append(f"return {_one_or_tuple(found)}")
-    arguments = ["w", *_buckets(signature), "saved", *tangents.values()]
+    cache = ["cache"] if uses_cache(parts) else []
+    arguments = ["w", *cache, *_buckets(signature), "saved", *tangents.values()]
     return _function(f"def {template.name}_backward({', '.join(arguments)}):", body)
 
 
@@ -182,24 +203,15 @@ def _buckets(signature: Signature) -> list[str]:
     return [name for index, name in _locals(signature).items() if signature.inputs[index].kind == "bucket"]
 
 
-def _model_functions(
-    sections: Mapping[str, Section],
-    outer: Partitioned,
-    results: Sequence[OutputValue],
-    tied: Mapping[str, str],
-    constants: dict[str, Tensor],
-) -> list[str]:
-    forward, saved_names = _model_forward(sections, outer, results, tied, constants)
-    return [forward, _model_backward(sections, outer, saved_names, constants)]
-
-
 def _model_forward(
     sections: Mapping[str, Section],
     outer: Partitioned,
     results: Sequence[OutputValue],
     tied: Mapping[str, str],
     constants: dict[str, Tensor],
+    cache: HostCopies | None,
 ) -> tuple[str, list[str]]:
+    schedule = cache.schedule if cache else CacheSchedule()
     signature = outer.joint.unit.signature
     outputs = list(outer.forward.output_node().args[0])  # type: ignore[arg-type]
     count, written = len(outer.joint.results), list(outer.joint.buffers)
@@ -211,7 +223,7 @@ def _model_forward(
         given=_input_texts(outer, outer.forward),
         owned=set(),
         taken={*names.values(), *_RESERVED, *_functions(sections)},
-        handlers={torch.ops.moec.region.default: _region_handler(sections, writes)},
+        handlers={torch.ops.moec.region.default: _region_handler(sections, writes, schedule)},
         attributes=outer.joint.module,
         constants=constants,
         section=_layer_of,
@@ -221,7 +233,8 @@ def _model_forward(
     statements = writer.lines([*outputs[:count], *(value for _, value in writes.at_end), *saved_values])
     body = ['"""Results of one microbatch by name, and what backward() needs."""', 'w = state.scope("")']
     body += [f"{local} = batch[{quoted(name)}]" for name, local in names.items() if _is_used(outer, name)]
-    body += ["saved = {}", *statements]
+    body += [*(["cache = state.host_cache(HOST_POOL)"] if cache else []), "saved = {}", *statements]
+    body += copies_of(schedule.release.get(END, ()), "release")
     body += [line for name, value in writes.at_end for line in fold(_write(name, writer.text(value)))]
     saved = [writer.text(node) for node in saved_values]
     body += fold(f'saved[""] = [{", ".join([*saved, *_inputs_of_backward(outer)])}]')
@@ -237,8 +250,13 @@ def _model_forward(
 
 
 def _model_backward(
-    sections: Mapping[str, Section], outer: Partitioned, saved_names: list[str], constants: dict[str, Tensor]
+    sections: Mapping[str, Section],
+    outer: Partitioned,
+    saved_names: list[str],
+    constants: dict[str, Tensor],
+    cache: HostCopies | None,
 ) -> str:
+    schedule = cache.schedule if cache else CacheSchedule()
     signature, joint = outer.joint.unit.signature, outer.joint
     saved_inputs = _inputs_of_backward(outer)
     given = _input_texts(outer, outer.backward)
@@ -247,7 +265,10 @@ def _model_backward(
         given=given,
         owned={*saved_names, *saved_inputs},
         taken={*saved_names, *saved_inputs, *_RESERVED, *_functions(sections)},
-        handlers={torch.ops.moec.region_backward.default: _region_backward_handler(sections), WAIT: _reduced_handler},
+        handlers={
+            torch.ops.moec.region_backward.default: _region_backward_handler(sections, schedule),
+            WAIT: _reduced_handler,
+        },
         attributes=joint.module,
         constants=constants,
         section=_layer_of,
@@ -270,6 +291,9 @@ def _model_backward(
     unpack = [*saved_names, *saved_inputs]
     body = ['"""Add the gradients of one microbatch to the state."""', 'w = state.scope("")']
     body += [*fold(f'[{", ".join(unpack)}] = saved.pop("")')] if unpack else []
+    if cache:
+        body.append("cache = state.host_cache(HOST_POOL)")
+        body += copies_of(schedule.prefetch.get(END, ()), "prefetch")
     body.append(f"seed = torch.ones((), dtype={seed_dtype}, device=DEVICE)")
     body += writer.lines(())
     for node, wanted in own.items():
@@ -306,7 +330,7 @@ def _reduced_handler(writer: FunctionWriter, node: fx.Node) -> str | None:
     return f"{writer.name(node)} = {call}"
 
 
-def _region_handler(sections: Mapping[str, Section], writes: BufferWrites) -> Any:
+def _region_handler(sections: Mapping[str, Section], writes: BufferWrites, schedule: CacheSchedule) -> Any:
     def write(writer: FunctionWriter, node: fx.Node) -> str:
         template, path, inputs, _ = node.args
         section = sections[str(template)]
@@ -326,7 +350,9 @@ def _region_handler(sections: Mapping[str, Section], writes: BufferWrites) -> An
         target = f"{_one_or_tuple(names)}, saved[{quoted(str(path))}]"
         call = f"{target} = {template}_forward({', '.join(arguments)})"
         before = [_write(name, writer.text(value)) for name, value in writes.before[node]]
-        return "\n".join([*before, call, *(_write(name, writer.text(value)) for name, value in writes.after[node])])
+        released = copies_of(schedule.release.get(str(path), ()), "release")
+        after = [*(_write(name, writer.text(value)) for name, value in writes.after[node]), *released]
+        return "\n".join([*before, call, *after])
 
     return write
 
@@ -339,10 +365,11 @@ def _weight_texts(writer: FunctionWriter, node: fx.Node, section: Section) -> li
     buckets = len(_buckets(section.parts.joint.unit.signature))
     shared = [f"{quoted(name)}: {text}" for name, text in zip(names, texts, strict=True)][buckets:]
     scope = f"state.scope({quoted(str(node.args[1]))})"
-    return [f"{{**{scope}, {', '.join(shared)}}}" if shared else scope, *texts[:buckets]]
+    cache = ["cache"] if uses_cache(section.parts) else []
+    return [f"{{**{scope}, {', '.join(shared)}}}" if shared else scope, *cache, *texts[:buckets]]
 
 
-def _region_backward_handler(sections: Mapping[str, Section]) -> Any:
+def _region_backward_handler(sections: Mapping[str, Section], schedule: CacheSchedule) -> Any:
     def write(writer: FunctionWriter, node: fx.Node) -> str:
         template, path, *_, tangents = node.args
         section = sections[str(template)]
@@ -364,11 +391,12 @@ def _region_backward_handler(sections: Mapping[str, Section]) -> Any:
         arguments = [*_weight_texts(writer, node, section), f"saved.pop({quoted(str(path))})"]
         arguments += [writer.text(value) for value in tangents]  # type: ignore[union-attr]
         call = f"{template}_backward({', '.join(arguments)})"
+        before = copies_of(schedule.prefetch.get(str(path), ()), "prefetch")
         target = _one_or_tuple(names or [writer.drop(node)])
         if not _returns_weights(section):
-            return f"{target} = {call}"
+            return "\n".join([*before, f"{target} = {call}"])
         added = f"state.accumulate_layer({quoted(str(path))}, grads)"
-        return "\n".join([f"{target}, grads = {call}", *extra, added, "del grads"])
+        return "\n".join([*before, f"{target}, grads = {call}", *extra, added, "del grads"])
 
     return write
 
@@ -464,9 +492,12 @@ def _template_doc(section: Section) -> str:
     paths = section.template.paths
     shown = ", ".join(paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
     kept = sum(p.decision == "keep" for p in section.parts.placements)
+    out = sum(p.decision == "offload" for p in section.parts.placements)
     again = sum(p.decision == "recompute" for p in section.parts.placements)
-    size = sum(nbytes(node.meta["val"]) for node in section.parts.saved) / 2**20
-    lines = [f"{shown}.", "", f"For backward: {kept} values kept ({size:.3g} MiB a layer), {again} computed again."]
+    size = sum(p.bytes for p in section.parts.placements if p.decision == "keep") / 2**20
+    moved = f"{out} in host memory, " if out else ""
+    lines = [f"{shown}.", ""]
+    lines.append(f"For backward: {kept} values kept ({size:.3g} MiB a layer), {moved}{again} computed again.")
     return "\n".join(line and (line if i == 0 else INDENT + line) for i, line in enumerate([*lines, ""])) + INDENT
 
 
@@ -482,7 +513,21 @@ def _function(head: str, body: Sequence[str]) -> str:
     return "\n".join([head, *(f"{INDENT}{line}" if line else line for line in body)])
 
 
-_RESERVED = {"state", "batch", "saved", "results", "grads", "torch", "runtime", "aten", "moec", "w", "seed", "lr"}
+_RESERVED = {
+    "state",
+    "batch",
+    "cache",
+    "saved",
+    "results",
+    "grads",
+    "torch",
+    "runtime",
+    "aten",
+    "moec",
+    "w",
+    "seed",
+    "lr",
+}
 
 _UPDATE_DOC = "One update of the weights from the accumulated gradients; returns the gradient norm before clipping."
 

@@ -56,7 +56,9 @@ BytesRule = Callable[[fx.Node], float]
 NETWORK_BYTES: dict[OpOverload, BytesRule] = {}
 """Bytes that one rank receives from others, by op: whoever brings a collective adds its rule. Others move none."""
 
-HOST_BYTES: dict[OpOverload, BytesRule] = {}
+HOST_BYTES: dict[OpOverload, BytesRule] = dict.fromkeys(
+    (torch.ops.moec.offload.default, torch.ops.moec.fetch.default), lambda node: float(nbytes(node.meta["val"]))
+)
 """Bytes over the host link, by op, in the same way."""
 
 FREE: set[Any] = {

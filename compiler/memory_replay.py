@@ -212,6 +212,10 @@ class _Replay:
             return self._call(node, names)
         if node.target is _OPS.region_backward.default:
             return self._call_backward(node, names)
+        if node.target is _OPS.offload.default:
+            return memory.park(names[node.args[0]], instruction.sizes)  # type: ignore[index]
+        if node.target is _OPS.fetch.default:
+            return memory.fetch(names[node.args[0]])  # type: ignore[index]
         if is_getitem(node):
             whole = names[node.args[0]]  # type: ignore[index]
             return memory.hold(whole[int(node.args[1])] if isinstance(whole, list) else whole)  # type: ignore[arg-type]

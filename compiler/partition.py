@@ -1,12 +1,14 @@
 """Partition a joint graph into forward and backward, deciding per value how it reaches the backward.
 
 1. The forward is everything that results and new buffer values need; the rest is backward.
-2. A forward value that the backward uses is `kept` (saved in HBM), or `recomputed` from saved values and inputs.
-   Views of a value are always recomputed from what they view, so nothing is saved twice. Under a recompute rule every
-   value is recomputed whose whole chain may run again.
-3. Never recomputed, whatever a rule says: routing decisions and other ops whose definition forbids it, random ops,
+2. A forward value that the backward uses is kept (saved in HBM), offloaded (saved in host memory, `moec::offload` and
+   `moec::fetch`), or recomputed, as `Choices` say. What a recomputed value is made from has to be available too, each
+   in the way that the choices say of it. Views of a value are always recomputed from what they view, so nothing is
+   saved twice.
+3. Never recomputed, whatever the choices say: routing decisions and other ops whose definition forbids it, random ops,
    and reads of buffers that the forward writes.
-4. A size that is data (the rows that an exchange delivers) is read off a tensor that backward has, else saved itself.
+4. What runs again, and what comes back, does so right before it is read first.
+5. A size that is data (the rows that an exchange delivers) is read off a tensor that backward has, else saved itself.
 """
 
 from __future__ import annotations
@@ -24,7 +26,36 @@ from moec.compiler.differentiate import Joint, is_getitem, is_tensor
 
 aten = torch.ops.aten
 
-Decision = Literal["keep", "recompute"]
+Decision = Literal["keep", "offload", "recompute"]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a value is meant for, and why."""
+
+    decision: Decision
+    reason: str
+
+
+KEEP = Choice("keep", "backward uses it")
+RECOMPUTE = Choice("recompute", "the plan recomputes it")
+OFFLOAD = Choice("offload", "the plan offloads it")
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What is meant for the values of one joint graph, and for the inputs of a layer: by node name, and for the rest.
+
+    Inputs are kept or offloaded, and follow `by_name` alone.
+    """
+
+    rest: Choice = KEEP
+    by_name: tuple[tuple[str, Choice], ...] = ()
+
+
+def every(choice: Choice) -> Choices:
+    """The same for all values."""
+    return Choices(rest=choice)
 
 
 @dataclass(frozen=True)
@@ -58,8 +89,8 @@ class Partitioned:
         return sum(nbytes(node.meta["val"]) for node in self.saved)
 
 
-def partition(joint: Joint, *, recompute: bool = False, changing: Collection[str] = ()) -> Partitioned:
-    """Split `joint`; with `recompute` only inputs and what must not run again are saved.
+def partition(joint: Joint, choices: Choices = Choices(), *, changing: Collection[str] = ()) -> Partitioned:
+    """Split `joint`, with each value going the way that `choices` say where it may.
 
     changing: names of inputs that something else writes between this forward and its backward.
     """
@@ -69,7 +100,7 @@ def partition(joint: Joint, *, recompute: bool = False, changing: Collection[str
     _copy_changed(joint, changed)
     forward = forward_nodes(joint)
     backward = [node for node in joint.graph.nodes if node.op == "call_function" and node not in forward]
-    chooser = _Chooser(changed, recompute)
+    chooser = _Chooser(changed, choices)
     # A chain that only the backward asks for may still be pure forward work (a transposed weight): it stays there.
     for node in [*backward, *joint.grads.values()]:
         own = node in forward or _is_data_size(node, forward)
@@ -79,7 +110,7 @@ def partition(joint: Joint, *, recompute: bool = False, changing: Collection[str
     chooser.place_sizes()
     return Partitioned(
         joint,
-        _forward_graph(joint, forward | set(chooser.saved), chooser.saved),
+        _forward_graph(joint, forward | set(chooser.saved), chooser),
         _backward_graph(joint, backward, chooser),
         chooser.saved,
         chooser.placements,
@@ -128,13 +159,20 @@ def may_recompute(node: fx.Node) -> tuple[bool, str]:
     return True, ""
 
 
+def may_offload(node: fx.Node) -> bool:
+    """Whether a value can wait in host memory: one dense tensor."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.layout == torch.strided
+
+
 class _Chooser:
-    def __init__(self, changed: Collection[fx.Node], recompute: bool) -> None:
+    def __init__(self, changed: Collection[fx.Node], choices: Choices) -> None:
         self._saved: dict[fx.Node, None] = {}
+        self.offloaded: set[fx.Node] = set()
         self.again: set[fx.Node] = set()
         self.placements: list[Placement] = []
         self.sizes: dict[fx.Node, tuple[fx.Node, int] | None] = {}
-        self._recompute = recompute
+        self._rest, self._named = choices.rest, dict(choices.by_name)
         self._changed = changed
 
     @property
@@ -149,7 +187,12 @@ class _Chooser:
 
     def _decide(self, node: fx.Node) -> list[fx.Node]:
         """Place one value; returns the values that must be available for it."""
-        if node.op in ("placeholder", "get_attr") or node in self.again or node in self._saved:
+        if node in self.again or node in self._saved or node.op == "get_attr":
+            return []
+        if node.op == "placeholder":
+            choice = self._named.get(node.name, KEEP)
+            if choice.decision == "offload" and may_offload(node):
+                self._save(node, choice.reason, offload=True)
             return []
         if not _has_tensor(node):
             return self._note_size(node)
@@ -161,9 +204,12 @@ class _Chooser:
             allowed, reason = False, "it reads a buffer that the forward changes"
         if is_view(node) and not changed:
             return self._run_again(node, maker, "a view of a value at hand")
-        if self._recompute and allowed:
-            return self._run_again(node, maker, "the plan's recompute rule")
-        self._save(node, reason or "backward uses it")
+        choice = self._named.get(node.name, self._rest)
+        if choice.decision == "recompute" and allowed:
+            return self._run_again(node, maker, choice.reason)
+        offload = choice.decision == "offload" and may_offload(node)
+        refused = reason if choice.decision == "recompute" else ""
+        self._save(node, refused or (choice if offload else _kept(choice)).reason, offload=offload)
         return []
 
     def place_sizes(self) -> None:
@@ -171,7 +217,7 @@ class _Chooser:
         homes = {
             str(size): (node, dim)
             for node in self.saved
-            if is_tensor(node)
+            if is_tensor(node) and node not in self.offloaded
             for dim, size in enumerate(node.meta["val"].shape)
             if isinstance(size, torch.SymInt)
         }
@@ -197,9 +243,11 @@ class _Chooser:
             self._note(node, "recompute", reason)
         return maker.all_input_nodes
 
-    def _save(self, node: fx.Node, reason: str) -> None:
+    def _save(self, node: fx.Node, reason: str, *, offload: bool) -> None:
         self._saved[node] = None
-        self._note(node, "keep", reason)
+        if offload:
+            self.offloaded.add(node)
+        self._note(node, "offload" if offload else "keep", reason)
 
     def _note(self, node: fx.Node, decision: Decision, reason: str) -> None:
         op = node.args[0] if is_getitem(node) else node
@@ -226,16 +274,24 @@ def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     return seen
 
 
-def _forward_graph(joint: Joint, forward: set[fx.Node], saved: list[fx.Node]) -> fx.Graph:
+def _kept(choice: Choice) -> Choice:
+    """Why a value is kept for which a choice was made, or for which another one cannot be carried out."""
+    return choice if choice.decision == "keep" else KEEP
+
+
+def _forward_graph(joint: Joint, forward: set[fx.Node], chooser: _Chooser) -> fx.Graph:
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for index, node in enumerate(joint.inputs):
         copies[node] = _placeholder(graph, node, ("input", index))
+    parked = {node: _park(graph, node, copies[node]) for node in joint.inputs if node in chooser.offloaded}
     for node in joint.graph.nodes:
         if node in forward and node.op in ("call_function", "get_attr"):
             copies[node] = graph.node_copy(node, lambda source: copies[source])
-    outputs = [*joint.results, *joint.buffers.values(), *saved]
-    graph.output(tuple(copies[node] for node in outputs))
+            if node in chooser.offloaded:
+                parked[node] = _park(graph, node, copies[node])
+    outputs = [copies[node] for node in (*joint.results, *joint.buffers.values())]
+    graph.output((*outputs, *(parked.get(node) or copies[node] for node in chooser.saved)))
     return graph
 
 
@@ -243,11 +299,13 @@ def _backward_graph(joint: Joint, backward: list[fx.Node], chooser: _Chooser) ->
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for index, node in enumerate(joint.inputs):
-        copies[node] = _placeholder(graph, node, ("input", index))
+        if node not in chooser.offloaded:
+            copies[node] = _placeholder(graph, node, ("input", index))
     for index, node in enumerate(chooser.saved):
         copies[node] = _placeholder(graph, node, ("saved", index))
     for index, node in joint.tangents.items():
         copies[node] = _placeholder(graph, node, ("tangent", index))
+    back = [_come_back(graph, node, copies) for node in chooser.saved if node in chooser.offloaded]
     for node, home in chooser.sizes.items():
         if home is not None:
             copies[node] = graph.call_function(aten.sym_size.int, (copies[home[0]], home[1]))
@@ -262,11 +320,39 @@ def _backward_graph(joint: Joint, backward: list[fx.Node], chooser: _Chooser) ->
             copies[node] = graph.node_copy(node, lambda source: copies[source])
     graph.output(tuple(copies[node] for node in joint.grads.values()))
     graph.eliminate_dead_code()
+    _run_late(graph, {copies[node] for node in chooser.again if node in copies} | set(back))
     for node in graph.find_nodes(op="placeholder"):
         if not node.users:
             graph.erase_node(node)
     graph.lint()
     return graph
+
+
+def _park(graph: fx.Graph, node: fx.Node, value: fx.Node) -> fx.Node:
+    parked = graph.call_function(torch.ops.moec.offload.default, (value,))
+    fake = node.meta["val"]
+    parked.meta = {**node.meta, "val": torch.ops.moec.offload.default(fake)}
+    return parked
+
+
+def _come_back(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
+    """Let a saved value be the one that is fetched from host memory."""
+    parked, fake = copies[node], node.meta["val"]
+    parked.meta = {**parked.meta, "val": torch.ops.moec.offload.default(fake)}
+    copies[node] = graph.call_function(torch.ops.moec.fetch.default, (parked, fake.device))
+    copies[node].meta = {**node.meta, "val": fake}
+    return copies[node]
+
+
+def _run_late(graph: fx.Graph, movable: set[fx.Node]) -> None:
+    """Move what is made in backward right before its first reader, so that it does not lie about before."""
+    made: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node in movable and (not is_view(node) or any(source in made for source in node.all_input_nodes)):
+            made.add(node)
+    for node in reversed(list(graph.nodes)):
+        if node in made and node.users:
+            min(node.users).prepend(node)
 
 
 def _placeholder(graph: fx.Graph, node: fx.Node, role: tuple[str, int]) -> fx.Node:

@@ -20,6 +20,7 @@ from moec.compiler.cost import Cost, graph_cost
 from moec.compiler.differentiate import Joint
 from moec.compiler.graph import OUTER, op_histogram
 from moec.compiler.layout import BucketInstance
+from moec.compiler.partition import Choices
 from moec.compiler.pass_manager import Contract, PassContext, PassRecord, Report
 from moec.compiler.template import Template
 
@@ -32,6 +33,7 @@ class JointProgram:
     shared: path of a layer's weight that more than one place of the program uses -> the outer program's name for it.
     tied: other name of a weight -> the one that owns it.
     buckets: what is gathered and reduced together, by name; filled in by sharding.
+    choices: template -> how its values reach the backward; filled in by `place_cache`, all are kept where it is not.
     """
 
     templates: dict[str, Template]
@@ -40,6 +42,7 @@ class JointProgram:
     shared: Mapping[str, str] = field(default_factory=dict)
     tied: Mapping[str, str] = field(default_factory=dict)
     buckets: dict[str, BucketInstance] = field(default_factory=dict)
+    choices: dict[str, Choices] = field(default_factory=dict)
 
     def graphs(self) -> Iterator[tuple[str, fx.Graph]]:
         """(unit name, joint graph) of every unit, the outer one last."""

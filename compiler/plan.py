@@ -136,6 +136,57 @@ class LossPlan:
 
 
 @dataclass(frozen=True)
+class CacheRule:
+    """How values of layers reach the backward.
+
+    decision: keep in device memory, offload to host memory, or recompute. path: pattern of module paths, as `fnmatch`
+    reads it ("layers.*.experts", "*"); it covers everything inside of what it matches. op: pattern of the names of the
+    ops whose results are meant ("moec.grouped_linear"); "input" are the inputs of a layer.
+    """
+
+    decision: Literal["keep", "offload", "recompute"]
+    path: str = "*"
+    op: str = "*"
+
+    def __post_init__(self) -> None:
+        _convert_fields(self, "cache.policy.")
+
+
+@dataclass(frozen=True)
+class CachePlan:
+    """How forward values reach the backward, and how much memory there is for it.
+
+    hbm: device memory of one rank for everything, such as "60GiB" or a number of bytes; a step that is predicted to take
+    more is refused. None sets no limit. host: the same for values that wait in host memory.
+    policy: "keep" keeps all, "recompute" recomputes all that may be in layers; or a list of rules, of which the last one
+    that covers a value counts, and others are kept.
+    """
+
+    hbm: int | str | None = None
+    host: int | str | None = None
+    policy: Literal["keep", "recompute"] | tuple[CacheRule, ...] = "keep"
+
+    def __post_init__(self) -> None:
+        _convert_fields(self, "cache.")
+        for name in ("hbm", "host"):
+            _bytes_of(getattr(self, name), f"cache.{name}")
+
+    @property
+    def hbm_bytes(self) -> int | None:
+        return _bytes_of(self.hbm, "cache.hbm")
+
+    @property
+    def host_bytes(self) -> int | None:
+        return _bytes_of(self.host, "cache.host")
+
+    @property
+    def rules(self) -> tuple[CacheRule, ...]:
+        """The policy as rules, for policies that are."""
+        named = {"recompute": (CacheRule("recompute"),), "keep": ()}
+        return named[self.policy] if isinstance(self.policy, str) else self.policy
+
+
+@dataclass(frozen=True)
 class Plan:
     """How to run one training step.
 
@@ -144,7 +195,7 @@ class Plan:
     image_tokens: placeholder tokens per microbatch that take a row of `image_features` each; 0 for text alone.
     packing: rows may hold several documents, told apart by `document_ids`.
     dynamic: "length" compiles one step for every length from `min_length` to `length`; None for exactly `length`.
-    recompute: module path patterns ("layers.*.mlp", "*") whose activations are computed again in backward.
+    cache: which forward values are kept, offloaded or computed again in backward.
     loss: how many logits exist at a time.
     disable: names of passes to leave out.
     check: verify the stage's spec after every pass.
@@ -158,7 +209,7 @@ class Plan:
     image_tokens: int = 0
     dynamic: Literal["length"] | None = None
     min_length: int = 2
-    recompute: tuple[str, ...] = ()
+    cache: CachePlan = field(default_factory=CachePlan)
     loss: LossPlan = field(default_factory=LossPlan)
     mesh: MeshPlan = field(default_factory=MeshPlan)
     optimizer: OptimizerPlan = field(default_factory=OptimizerPlan)
@@ -278,9 +329,9 @@ def _convert(hint: Any, value: Any, name: str) -> Any:
             raise _type_error(name, value, "a mapping of fields")
         return _build(typing.cast(type[Any], hint), value, f"{name}.")
     if origin in (typing.Union, types.UnionType):
-        if value is None:
+        if value is None and type(None) in options:
             return None
-        return _convert(next(option for option in options if option is not type(None)), value, name)
+        return _convert_to_one([option for option in options if option is not type(None)], value, name)
     if origin is Literal:
         if value not in options:
             raise _type_error(name, value, f"one of {', '.join(map(str, options))}")
@@ -297,6 +348,27 @@ def _convert(hint: Any, value: Any, name: str) -> Any:
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
         raise _type_error(name, given, _WORDS.get(hint, "text"))
     return value
+
+
+def _convert_to_one(options: Sequence[Any], value: Any, name: str) -> Any:
+    """The value as the first of several types that it is one of; the error is that of the last one."""
+    for option in options[:-1]:
+        try:
+            return _convert(option, value, name)
+        except PlanError:
+            continue
+    wants_list = typing.get_origin(options[-1]) is tuple and isinstance(value, str)
+    return _convert(options[0] if wants_list else options[-1], value, name)
+
+
+def _bytes_of(size: int | str | None, name: str) -> int | None:
+    if size is None or isinstance(size, int):
+        _require(size is None or size >= 0, name, f"is {size}", "it is at least 0")
+        return size
+    try:
+        return parse_bytes(size)
+    except ValueError as error:
+        raise PlanError(f"plan field {name} is {size!r}", where=f"plan.{name}", why=str(error)) from None
 
 
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false"}

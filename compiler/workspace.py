@@ -90,6 +90,10 @@ def _exchanged(node: fx.Node) -> int:
     return nbytes(rows) + 24 * size_hint(rows.shape[0])
 
 
+def _nothing(node: fx.Node) -> int:
+    return 0
+
+
 def _few(node: fx.Node) -> int:
     """Some numbers per expert."""
     return nbytes(node.meta["val"])
@@ -99,6 +103,8 @@ _OPS = torch.ops.moec
 _BY_SIZE: dict[OpOverload, Rule] = {
     _OPS.grouped_linear.default: _membership,
     _OPS.grouped_linear_backward.default: _membership,
+    _OPS.offload.default: _nothing,
+    _OPS.fetch.default: _nothing,
     _OPS.exchange_counts.default: _few,
     _OPS.exchange.default: _exchanged,
     _OPS.exchange_back.default: _exchanged,

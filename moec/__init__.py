@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from moec.codegen.losses import linear_cross_entropy, token_log_probs
     from moec.compiler.errors import MoecError
-    from moec.compiler.plan import LossPlan, OptimizerPlan, Plan
+    from moec.compiler.plan import CachePlan, CacheRule, LossPlan, OptimizerPlan, Plan
     from moec.driver import compile
     from moec.loading import load
     from moec.step import CompiledStep
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "CachePlan",
+    "CacheRule",
     "CompiledStep",
     "LossPlan",
     "MoecError",
@@ -38,6 +40,8 @@ __all__ = [
 
 _HOME = {
     "CompiledStep": "moec.step",
+    "CachePlan": "moec.compiler.plan",
+    "CacheRule": "moec.compiler.plan",
     "LossPlan": "moec.compiler.plan",
     "MoecError": "moec.compiler.errors",
     "OptimizerPlan": "moec.compiler.plan",

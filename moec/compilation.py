@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from moec.codegen.program import ProgramText, Section
+from moec.codegen.program import HostCopies, ProgramText, Section
+from moec.compiler.cache_timing import Timing
 from moec.compiler.capture import Capture
 from moec.compiler.layout import BucketInstance
 from moec.compiler.log import PassLog
@@ -22,7 +23,8 @@ class Compilation:
     """Everything the stages produced; `compile` wraps it into a step, the command line prints it.
 
     stages: stage name -> graphs as text. unreached: trainable parameters that no gradient reaches by the model's own
-    design; the optimizer leaves them alone. buckets: what lies sharded where, on several ranks.
+    design; the optimizer leaves them alone. buckets: what lies sharded where, on several ranks. timing: when copies to
+    host memory run.
     """
 
     model: nn.Module
@@ -35,12 +37,21 @@ class Compilation:
     unreached: list[str] = field(default_factory=list)
     buckets: dict[str, BucketInstance] = field(default_factory=dict)
     stages: dict[str, StageGraphs] = field(default_factory=dict)
+    timing: Timing | None = None
     program: ProgramText | None = None
 
     def collectives(self) -> list[Collective]:
         """Those of one microbatch, in program order."""
         layers = {section.template.name: section.parts for section in self.sections}
         return microbatch_collectives(self.outer, layers) if self.outer is not None else []
+
+    def host_copies(self) -> HostCopies | None:
+        """What goes to host memory; None where nothing does. The pool has a tenth more than what is used at a time."""
+        memory = self.log.memory
+        if memory is None or memory.host == 0 or self.timing is None:
+            return None
+        size, limit = int(1.1 * memory.host), self.plan.cache.host_bytes
+        return HostCopies(self.timing.schedule, size if limit is None else min(size, limit))
 
     def balanced_routers(self) -> list[tuple[str, str, int]]:
         """(bias path, histogram path, top-k) of every router whose counts the program writes."""

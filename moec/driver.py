@@ -120,6 +120,7 @@ def _emit(result: Compilation) -> ProgramText:
         result.captured.program.outer.signature.outputs,
         result.captured.tied,
         update_text(result.plan, result.balanced_routers()),
+        result.host_copies(),
     )
     if result.plan.check:
         check_emitted(program.text, runtime)

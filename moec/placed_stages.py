@@ -20,17 +20,16 @@ from moec.compiler.errors import UnsupportedModelError
 from moec.compiler.graph import OUTER, Unit
 from moec.compiler.lengths import length_range, not_every_length
 from moec.compiler.lower import add_choice, lower
-from moec.compiler.partition import Partitioned, partition
+from moec.compiler.partition import Choices, Partitioned, partition
 from moec.compiler.pass_manager import PassContext
 from moec.compiler.placement import JointProgram, run_placement, shared_weights
 from moec.compiler.plan import Plan
-from moec.compiler.recompute_rules import apply_recompute_rules
 from moec.compiler.region_op import templates_in_scope
 from moec.compiler.spec import check_joint, check_lowered, check_placed
 from moec.compiler.template import Template
 from moec.compiler.unused_results import detach_unused_results
-from moec.forecast import copies_of, forecast, state_of
-from moec.passes import SHARDING_PASSES
+from moec.forecast import copies_of, forecast, refuse_too_much, state_of, timing_of
+from moec.passes import CACHING_PASSES, SHARDING_PASSES
 from moec.preflight import device_of_program
 from moec.stage_record import joint_graphs, placed_graphs, timed
 
@@ -40,7 +39,6 @@ def differentiate_and_place(result: Compilation) -> None:
     captured, plan, log = result.captured, result.plan, result.log
     joints: dict[str, Joint] = {}
     log.notes += detach_unused_results(captured, OBJECTIVE)
-    recomputed = apply_recompute_rules(captured, plan.recompute)
     with timed(log, "joint") as count:
         for unit in captured.program.templates():
             joints[unit.name] = _differentiated(unit, plan)
@@ -58,10 +56,12 @@ def differentiate_and_place(result: Compilation) -> None:
     result.stages["joint"] = joint_graphs("joint", program)
     if plan.mesh.world > 1:
         _shard(result, program)
+    if plan.cache.policy != "keep":
+        _choose(result, program)
     with timed(log, "placed") as count:
         for template in captured.templates.values():
             parts = _partitioned(
-                joints[template.unit.name], plan, recompute=template.name in recomputed, changing=template.changing
+                joints[template.unit.name], plan, program.choices.get(template.name, Choices()), template.changing
             )
             result.sections.append(Section(template, parts))
         result.outer = _partitioned(outer, plan)
@@ -81,7 +81,24 @@ def differentiate_and_place(result: Compilation) -> None:
         device = device_of_program(result.model, plan)
         state = state_of(result.model, result.unreached, result.buckets, plan, device)
         copies = copies_of(result.model, result.written_paths(), device)
-        log.memory = forecast(result.sections, result.outer, captured.tied, plan, state, device, copies=copies)
+        result.timing = timing_of(result.sections, result.outer)
+        log.memory = forecast(
+            result.sections,
+            result.outer,
+            captured.tied,
+            plan,
+            state,
+            device,
+            schedule=result.timing.schedule,
+            copies=copies,
+        )
+    refuse_too_much(log.memory, plan)
+
+
+def _choose(result: Compilation, program: JointProgram) -> None:
+    with timed(result.log, "cached"):
+        context = PassContext(plan=result.plan)
+        result.log.records += run_placement(CACHING_PASSES, program, context)
 
 
 def _checked_lengths(plan: Plan, joints: Sequence[Joint]) -> list[str]:
@@ -138,8 +155,13 @@ def _differentiated(unit: Unit, plan: Plan) -> Joint:
     return joint
 
 
-def _partitioned(joint: Joint, plan: Plan, *, recompute: bool = False, changing: Collection[str] = ()) -> Partitioned:
-    parts = partition(joint, recompute=recompute, changing=changing)
+def _partitioned(
+    joint: Joint,
+    plan: Plan,
+    choices: Choices = Choices(),  # noqa: B008
+    changing: Collection[str] = (),
+) -> Partitioned:
+    parts = partition(joint, choices, changing=changing)
     if plan.check:
         check_placed(parts)
     return parts

@@ -13,6 +13,7 @@ from moec.passes.fuse_attention_gate import FuseAttentionGate
 from moec.passes.fuse_dsa import FuseDsa
 from moec.passes.fuse_kda import FuseKda
 from moec.passes.normalize import Normalize
+from moec.passes.place_cache import PlaceCache
 from moec.passes.prefetch_gathers import PrefetchGathers
 from moec.passes.recognize_attention import RecognizeAttention
 from moec.passes.recognize_conv import RecognizeConv
@@ -42,3 +43,6 @@ SEMANTIC_PASSES: tuple[Pass, ...] = (
 
 SHARDING_PASSES: tuple[PlacementPass, ...] = (ShardParameters(), PrefetchGathers())
 """For plans of more than one rank, on the differentiated program."""
+
+CACHING_PASSES: tuple[PlacementPass, ...] = (PlaceCache(),)
+"""For plans whose cache policy is not to keep everything, behind the sharding."""

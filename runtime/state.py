@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from moec.compiler.errors import ArtifactError
+from moec.runtime.host_cache import HostCache
 from moec.runtime.inventory import Inventory, check_memory_is_apart, check_weights_have_data
 from moec.runtime.model_watch import ModelWatch
 
@@ -56,6 +57,7 @@ class StepState:
     capacities: dict[str, int] = field(init=False, default_factory=dict)
     watch: ModelWatch | None = field(init=False, default=None, repr=False)
     _scopes: dict[str, Mapping[str, Tensor]] = field(init=False, default_factory=dict, repr=False)
+    _host_cache: HostCache | None = field(init=False, default=None, repr=False)
     _versions: dict[str, int] = field(init=False, default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -140,6 +142,12 @@ class StepState:
         """Add the rows of one microbatch that were too many for the experts at `path`: int64 [E]."""
         self.capacities[path] = capacity
         self.overflow[path] = rows if path not in self.overflow else self.overflow[path] + rows
+
+    def host_cache(self, capacity: int) -> HostCache:
+        """The host memory for values between forward and backward, made at the first call: bytes of its pool."""
+        if self._host_cache is None:
+            self._host_cache = HostCache(self.device, capacity)
+        return self._host_cache
 
     def scope(self, path: str) -> Mapping[str, Tensor]:
         """Weights and buffers below a module path, by relative name; "" gives all of them."""

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import moec
-from moec.compiler.plan import Plan
+from moec.compiler.plan import CachePlan, CacheRule, Plan
 from moec.models.build import build
 from moec.models.k3.config import K3Config
 
@@ -86,6 +86,11 @@ class Language(nn.Module):
 def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Cross entropy of position t predicting label t + 1, over labels that are not -100."""
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+
+
+def recomputed(*paths: str) -> CachePlan:
+    """Recompute what lies below these module path patterns."""
+    return CachePlan(policy=tuple(CacheRule("recompute", path) for path in paths))
 
 
 def seeded(make: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> Any:

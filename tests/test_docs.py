@@ -31,7 +31,7 @@ from moec.cli import app
 from moec.compiler.dialect import DEFINITIONS
 from moec.compiler.dialect.attention import _PAIRS
 from moec.compiler.log import PassLog
-from moec.compiler.plan import LossPlan, MeshPlan, OptimizerPlan, Plan
+from moec.compiler.plan import CachePlan, CacheRule, LossPlan, MeshPlan, OptimizerPlan, Plan
 from moec.passes import SEMANTIC_PASSES
 from tests import markdown
 from tests.markdown import Block
@@ -261,7 +261,7 @@ def _type_text(hint: Any) -> str:
     if origin is tuple:
         count = "a list of" if inner[-1] is Ellipsis else f"{len(inner)}"
         return f"{count} {_type_text(inner[0])}s"
-    return {int: "whole number", float: "number", bool: "`true`, `false`", str: "text"}[hint]
+    return {int: "whole number", float: "number", bool: "`true`, `false`", str: "text", CacheRule: "rule"}[hint]
 
 
 def _pass_rows(_: Path) -> Rows:
@@ -376,6 +376,7 @@ def _head_rows(_: Path) -> Rows:
 TABLES: dict[str, Callable[[Path], Rows]] = {
     "plan": _plan_rows(Plan),
     "linear_cross_entropy": _head_rows,
+    "cache": _plan_rows(CachePlan, "cache"),
     "loss": _plan_rows(LossPlan, "loss"),
     "mesh": _plan_rows(MeshPlan, "mesh"),
     "optimizer": _plan_rows(OptimizerPlan, "optimizer"),

@@ -2,6 +2,7 @@
 
 from moec.compiler.dialect.activation import gated_mlp_act, sigmoid_gate
 from moec.compiler.dialect.attention import attention
+from moec.compiler.dialect.cache import fetch, offload
 from moec.compiler.dialect.conv import short_conv
 from moec.compiler.dialect.delta_rule import delta_rule
 from moec.compiler.dialect.depth_mix import depth_mix
@@ -40,6 +41,7 @@ __all__ = [
     "exchange_counts",
     "exchange_padded",
     "exchange_padded_back",
+    "fetch",
     "gated_mlp_act",
     "gated_norm",
     "grouped_linear",
@@ -53,6 +55,7 @@ __all__ = [
     "logit_statistics",
     "lookup",
     "loss_of_statistics",
+    "offload",
     "overflow",
     "pack_gradients",
     "permute",

@@ -14,7 +14,7 @@ from moec.compiler.graph import module_path
 from moec.compiler.plan import Plan
 from moec.driver import build
 
-from ..spine import WIDTH, Language, Layer, seeded, small_k3
+from ..spine import WIDTH, Language, Layer, recomputed, seeded, small_k3
 
 _STACKS = ("nn_module_stack", "fwd_nn_module_stack")
 _FREE = ("view", "reshape", "t.default", "transpose", "permute", "expand", "squeeze", "slice", "getitem", "detach")
@@ -86,7 +86,7 @@ def test_c06_the_outer_graph_names_embedding_layers_and_head() -> None:
 )
 def test_c06_a_rule_that_matches_no_module_lists_the_nearest(pattern: str, nearest: str) -> None:
     with pytest.raises(PlanError) as caught:
-        build(seeded(Language, Layer(), Layer()), Plan(batch=2, length=6, recompute=(pattern,)))
-    assert f"recompute rule {pattern!r} matches no layer" in caught.value.what
+        build(seeded(Language, Layer(), Layer()), Plan(batch=2, length=6, cache=recomputed(pattern)))
+    assert f"the rule to recompute {pattern!r} covers no value of a layer" in caught.value.what
     assert nearest in caught.value.hint
-    assert caught.value.where == "plan.recompute"
+    assert caught.value.where == "plan.cache.policy"

@@ -19,7 +19,7 @@ import moec
 from moec.compiler.errors import ArtifactError
 from moec.compiler.plan import Plan
 
-from ..spine import WIDTH, Language, Layer, seeded
+from ..spine import WIDTH, Language, Layer, recomputed, seeded
 
 PLAN = Plan(batch=2, length=6)
 
@@ -55,7 +55,7 @@ def edit_json(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     ("plan", "field"),
     [
         (Plan(batch=2, length=7), "plan.length"),
-        (Plan(batch=2, length=6, recompute=("*",)), "plan.recompute"),
+        (Plan(batch=2, length=6, cache=recomputed("*")), "plan.cache.policy"),
         (Plan(batch=2, length=6, optimizer=moec.OptimizerPlan(clip_norm=2.0)), "plan.optimizer.clip_norm"),
     ],
 )

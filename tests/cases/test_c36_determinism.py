@@ -14,7 +14,7 @@ from torch import Tensor
 import moec
 from moec.compiler.plan import OptimizerPlan, Plan
 
-from ..spine import Language, Layer, batch_for, seeded, small_k3
+from ..spine import Language, Layer, batch_for, recomputed, seeded, small_k3
 
 PLAN = Plan(batch=2, length=6, accumulation=2, optimizer=OptimizerPlan(lr=1e-2, schedule="constant"))
 
@@ -69,7 +69,7 @@ def test_c36_a_recomputed_dropout_draws_once() -> None:
     """Recomputation must not draw again: same loss and gradients as without it."""
 
     def gradients(recompute: tuple[str, ...]) -> list[Tensor]:
-        step = moec.compile(MODELS[1](), Plan(batch=2, length=6, recompute=recompute))
+        step = moec.compile(MODELS[1](), Plan(batch=2, length=6, cache=recomputed(*recompute)))
         torch.manual_seed(0)
         return list(step.gradients(batch_for(Plan(batch=2, length=6))).values())
 

@@ -18,7 +18,7 @@ from moec.codegen.function import WIDTH
 from moec.compiler.plan import OptimizerPlan, Plan
 from moec.driver import build
 
-from ..spine import PLAN, Language, Layer, seeded
+from ..spine import PLAN, Language, Layer, recomputed, seeded
 from ..spine import WIDTH as HIDDEN
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -50,7 +50,7 @@ class CountingLanguage(Language):
 
 def two_templates() -> str:
     """Layers of one class with different constants, one of them computed again in backward."""
-    plan = Plan(batch=2, length=6, recompute=("layers.1",), optimizer=OptimizerPlan(clip_norm=0.0))
+    plan = Plan(batch=2, length=6, cache=recomputed("layers.1"), optimizer=OptimizerPlan(clip_norm=0.0))
     return text_of(seeded(Language, Layer(), Layer(2.0), Layer()), plan)
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 
 from moec.compiler.errors import PlanError
-from moec.compiler.plan import LossPlan, MeshPlan, OptimizerPlan, Plan
+from moec.compiler.plan import CachePlan, CacheRule, LossPlan, MeshPlan, OptimizerPlan, Plan
 
 FULL = Plan(
     batch=3,
@@ -21,7 +21,7 @@ FULL = Plan(
     image_tokens=5,
     dynamic="length",
     min_length=16,
-    recompute=("layers.*.mlp", "*"),
+    cache=CachePlan(hbm="60GiB", host=1000, policy=(CacheRule("offload", "layers.*.mlp", "moec.*"),)),
     loss=LossPlan(memory="64MiB", rows=128, columns=1000),
     optimizer=OptimizerPlan(lr=1e-3, betas=(0.8, 0.99), schedule="constant", warmup_steps=7, total_steps=90),
     mesh=MeshPlan(fsdp=4, ep=2, gather="keep", prefetch=2, reduce_dtype="bfloat16", capacity=1.5, overflow="drop"),
@@ -37,7 +37,14 @@ plans = st.builds(
     dtype=st.sampled_from([None, "float32", "bfloat16"]),
     packing=st.booleans(),
     dynamic=st.sampled_from([None, "length"]),
-    recompute=st.lists(st.text("abc.*[]", min_size=1), max_size=3).map(tuple),
+    cache=st.builds(
+        CachePlan,
+        hbm=st.sampled_from([1 << 30, "1.5GiB"]),
+        policy=st.sampled_from(["keep", "recompute"])
+        | st.lists(st.builds(CacheRule, st.sampled_from(["keep", "offload"]), st.text("abc.*[]")), max_size=3).map(
+            tuple
+        ),
+    ),
     optimizer=st.builds(OptimizerPlan, lr=st.floats(0, 1), eps=st.floats(1e-12, 1)),
 )
 
@@ -73,10 +80,17 @@ def test_scientific_notation_is_a_number() -> None:
 
 
 def test_override_reaches_nested_fields_and_lists() -> None:
-    plan = FULL.override(["recompute=[layers.0]", "dynamic=null", "optimizer.betas=[0.5, 0.6]", "packing=false"])
+    plan = FULL.override(
+        [
+            "cache.policy=[{decision: keep, path: layers.0}]",
+            "dynamic=null",
+            "optimizer.betas=[0.5, 0.6]",
+            "packing=false",
+        ]
+    )
     wanted = dataclasses.replace(
         FULL,
-        recompute=("layers.0",),
+        cache=dataclasses.replace(FULL.cache, policy=(CacheRule("keep", "layers.0"),)),
         dynamic=None,
         packing=False,
         optimizer=dataclasses.replace(FULL.optimizer, betas=(0.5, 0.6)),
@@ -98,8 +112,8 @@ def test_override_reaches_nested_fields_and_lists() -> None:
         ("length: many", "plan.length", "a whole number"),
         ("dtype: int8", "plan.dtype", "one of float32, bfloat16"),
         ("packing: 1", "plan.packing", "true or false"),
-        ("recompute: layers", "plan.recompute", "a list"),
-        ("recompute: [1]", "plan.recompute", "text"),
+        ("disable: layers", "plan.disable", "a list"),
+        ("disable: [1]", "plan.disable", "text"),
         ("dynamic: batch", "plan.dynamic", "one of length"),
         ("{dynamic: length, length: 8, min_length: 8}", "plan.min_length", "2 <= min_length < length"),
         ("{dynamic: length, length: 8, min_length: 1}", "plan.min_length", "2 <= min_length < length"),
@@ -128,9 +142,7 @@ def test_wrong_fields_are_errors_naming_the_field(text: str, field: str, says: s
 
 
 def test_a_plan_made_in_python_is_checked_too() -> None:
-    assert Plan(recompute=["*"], optimizer=OptimizerPlan(lr=1)) == Plan(
-        recompute=("*",), optimizer=OptimizerPlan(lr=1.0)
-    )  # type: ignore[arg-type]
+    assert Plan(disable=["*"], optimizer=OptimizerPlan(lr=1)) == Plan(disable=("*",), optimizer=OptimizerPlan(lr=1.0))  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="plan field batch is '2'") as caught:
         Plan(batch="2")  # type: ignore[arg-type]
     assert caught.value.where == "plan.batch"

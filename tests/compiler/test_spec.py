@@ -13,7 +13,7 @@ from moec.compiler import dialect
 from moec.compiler.differentiate import Joint, differentiate
 from moec.compiler.errors import PassError
 from moec.compiler.graph import Signature, Unit
-from moec.compiler.partition import partition
+from moec.compiler.partition import RECOMPUTE, every, partition
 from moec.compiler.pass_manager import Pass, PassContext, Report
 from moec.compiler.spec import AROUND, RULES, check_joint, check_placed, check_stage
 
@@ -145,7 +145,7 @@ def test_joint_and_placed_graphs_hold_their_specs() -> None:
     found = joint()
     check_joint(found)
     check_placed(partition(found))
-    check_placed(partition(joint(), recompute=True))
+    check_placed(partition(joint(), every(RECOMPUTE)))
 
 
 def test_a_gradient_that_nobody_wants_is_an_error() -> None:
@@ -178,7 +178,7 @@ def test_a_saved_value_that_nobody_reads_is_an_error() -> None:
 
 def test_a_routing_decision_taken_twice_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moec.compiler.partition.may_recompute", lambda node: (True, ""))
-    parts = partition(joint(), recompute=True)
+    parts = partition(joint(), every(RECOMPUTE))
     with pytest.raises(PassError, match="what must run once runs once") as caught:
         check_placed(parts)
     assert "route is a decision that must be taken once" in caught.value.why

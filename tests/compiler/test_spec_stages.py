@@ -14,7 +14,7 @@ from moec.compiler.differentiate import differentiate
 from moec.compiler.errors import PassError
 from moec.compiler.graph import OUTER
 from moec.compiler.lower import lower
-from moec.compiler.partition import partition
+from moec.compiler.partition import RECOMPUTE, every, partition
 from moec.compiler.spec import LOWERED_RULES, check_joint, check_lowered, check_placed
 
 from .units import unit_of
@@ -46,7 +46,7 @@ def test_right_graphs_hold() -> None:
     joint = differentiate(unit_of(Routed(), torch.randn(5, 4)))
     check_joint(joint)
     check_placed(partition(joint))
-    check_placed(partition(joint, recompute=True))
+    check_placed(partition(joint, every(RECOMPUTE)))
 
 
 def test_an_in_place_write_breaks_the_joint_spec() -> None:

@@ -13,7 +13,7 @@ from torch.export.graph_signature import InputKind
 from moec.compiler.capture import _inline_constant
 from moec.compiler.differentiate import Joint, differentiate
 from moec.compiler.graph import InputValue, OutputValue, Signature, Unit, source_line
-from moec.compiler.partition import Partitioned, partition
+from moec.compiler.partition import KEEP, RECOMPUTE, Partitioned, every, partition
 
 _KINDS = {InputKind.PARAMETER: "weight", InputKind.BUFFER: "buffer", InputKind.USER_INPUT: "input"}
 
@@ -102,7 +102,7 @@ def autograd(module: nn.Module, args: Sequence[Tensor], tangents: dict[int, Tens
 
 
 def split(unit: Unit, recompute: bool = False) -> Partitioned:
-    return partition(differentiate(unit), recompute=recompute)
+    return partition(differentiate(unit), every(RECOMPUTE if recompute else KEEP))
 
 
 def _inputs(unit: Unit, module: nn.Module, args: Sequence[Tensor]) -> list[Tensor]:

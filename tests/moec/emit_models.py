@@ -7,13 +7,13 @@ from pathlib import Path
 
 import torch
 
-from moec.compiler.plan import Plan
+from moec.compiler.plan import CachePlan, CacheRule, Plan
 from moec.emit import emit
 from moec.models.build import build
 from moec.models.huggingface.adapter import from_config
 from moec.models.huggingface.tiny import tiny_config
 
-PACKED = Plan(batch=2, length=32, packing=True, recompute=("layers.1.*",))
+PACKED = Plan(batch=2, length=32, packing=True, cache=CachePlan(policy=(CacheRule("recompute", "layers.1"),)))
 
 
 def main(out: Path) -> None:

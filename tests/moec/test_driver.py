@@ -30,6 +30,7 @@ from ..spine import (
     batch_for,
     distance,
     eager,
+    recomputed,
     seeded,
 )
 
@@ -259,7 +260,9 @@ def test_results_that_no_loss_depends_on_are_in_the_log() -> None:
 
 @pytest.mark.parametrize("rule", ["layers.*", "layers.1", "*"])
 def test_recompute_rules_change_what_is_kept_and_not_the_numbers(rule: str) -> None:
-    step = assert_like_eager(seeded(Language, Layer(), Layer(), Layer()), Plan(batch=2, length=6, recompute=(rule,)))
+    step = assert_like_eager(
+        seeded(Language, Layer(), Layer(), Layer()), Plan(batch=2, length=6, cache=recomputed(rule))
+    )
     again = {unit for unit, rows in step.log.placements.items() if any(row.decision == "recompute" for row in rows)}
     kept = {unit for unit, rows in step.log.placements.items() if any(row.decision == "keep" for row in rows)}
     assert again == ({"layer_recomputed"} if rule == "layers.1" else {"layer"})
@@ -298,8 +301,8 @@ def test_an_unknown_pass_is_refused_with_the_known_ones() -> None:
 
 
 def test_a_recompute_rule_without_a_layer_is_refused_with_the_nearest() -> None:
-    error = refused(PlanError, seeded(Language, Layer(), Layer()), recompute=("layer.0",))
-    assert error.what == "recompute rule 'layer.0' matches no layer"
+    error = refused(PlanError, seeded(Language, Layer(), Layer()), cache=recomputed("layer.0"))
+    assert error.what == "the rule to recompute 'layer.0' covers no value of a layer"
     assert "layers.0" in error.hint
 
 

@@ -15,7 +15,7 @@ import moec
 from moec.compiler.allocations import AllocationCount, storage_key
 from moec.compiler.errors import ArtifactError
 from moec.compiler.memory_table import memory_table, size_text
-from moec.compiler.plan import MeshPlan, Plan
+from moec.compiler.plan import CachePlan, MeshPlan, Plan
 from moec.compiler.workspace import Workspaces
 from moec.driver import build as compile_parts
 from moec.models.huggingface.adapter import from_config
@@ -26,7 +26,7 @@ from moec.runtime.footprint import state_bytes
 from moec.runtime.inventory import Inventory
 from moec.runtime.ranks import Ranks
 from moec.runtime.state import StepState
-from tests.spine import VOCABULARY, Language, Layer, seeded, small_k3
+from tests.spine import VOCABULARY, Language, Layer, recomputed, seeded, small_k3
 
 BOUND = 0.02
 PLAN = Plan(batch=2, length=32)
@@ -45,11 +45,11 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Plan]] = {
     "layers": (tied, PLAN),
     "kda and mla": (lambda: small_k3(layers=4), PLAN),
     "dsa, two microbatches": (lambda: small_k3(full_attention="dsa"), replace(PLAN, accumulation=3, packing=True)),
-    "recomputed": (lambda: small_k3(layers=4), replace(PLAN, recompute=("layers.*",))),
-    "some recomputed": (small_k3, replace(PLAN, recompute=("layers.1.*",))),
+    "recomputed": (lambda: small_k3(layers=4), replace(PLAN, cache=recomputed("layers.*"))),
+    "some recomputed": (small_k3, replace(PLAN, cache=recomputed("layers.1.*"))),
     "bfloat16": (lambda: small_k3().bfloat16(), replace(PLAN, accumulation=2)),
     "mixtral": (lambda: huggingface("mixtral"), PLAN),
-    "gpt_oss recomputed": (lambda: huggingface("gpt_oss"), replace(PLAN, recompute=("*",))),
+    "gpt_oss recomputed": (lambda: huggingface("gpt_oss"), replace(PLAN, cache=recomputed("*"))),
 }
 
 
@@ -93,7 +93,7 @@ def test_a_forgotten_workspace_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_recomputation_saves_less_and_the_peak_is_named() -> None:
-    kept, again = (moec.compile(tied(), replace(PLAN, recompute=r)).memory for r in ((), ("*",)))
+    kept, again = (moec.compile(tied(), replace(PLAN, cache=c)).memory for c in (CachePlan(), recomputed("*")))
     assert again.saved < kept.saved
     assert again.peak < kept.peak
     assert again.saved_by_template["layer"] < kept.saved_by_template["layer"]

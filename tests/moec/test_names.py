@@ -22,7 +22,7 @@ from moec.compiler.plan import Plan
 from moec.overview import pass_report
 from moec.runtime import load_checkpoint, save_checkpoint
 
-from ..spine import WIDTH, Language, batch_for, distance, eager, seeded
+from ..spine import WIDTH, Language, batch_for, distance, eager, recomputed, seeded
 
 PLAN = Plan(batch=2, length=6, check=True)
 
@@ -163,7 +163,7 @@ def test_log_graphs_and_inspection_show_the_name(tmp_path: Path) -> None:
 
 
 def test_recompute_rules_reach_such_layers() -> None:
-    plan = dataclasses.replace(PLAN, recompute=('blocks.a "b"',))
+    plan = dataclasses.replace(PLAN, cache=recomputed('blocks.a "b"'))
     step = moec.compile(seeded(Everywhere, 'a "b"', "c"), plan)
     again = {unit for unit, rows in step.log.placements.items() if any(row.decision == "recompute" for row in rows)}
     assert len(again) == 1

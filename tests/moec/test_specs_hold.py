@@ -8,9 +8,10 @@ import torch
 from moec.compiler.plan import Plan
 from moec.driver import build
 from moec.models.build import build as model
+from tests.spine import recomputed
 
 PLANS = {
-    "packed": Plan(batch=2, length=32, packing=True, recompute=("layers.*.attention",), check=True),
+    "packed": Plan(batch=2, length=32, packing=True, cache=recomputed("layers.*.attention"), check=True),
     "any length": Plan(batch=2, length=32, dynamic="length", min_length=16, check=True),
 }
 TRANSFORMERS = ["mixtral", "deepseek_v3", "gpt_oss", "qwen3_next", "kimi_linear", "glm_moe_dsa"]

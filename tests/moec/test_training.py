@@ -189,11 +189,11 @@ def test_a_resumed_run_takes_another_learning_rate_and_says_so(
 
 
 def test_what_the_program_was_written_for_is_compiled_again(stopped: Path, text: Path) -> None:
-    result = train(text, stopped, 7, "--resume", "--set", "optimizer.clip_norm=0.5", "--set", "recompute=['*']")
+    result = train(text, stopped, 7, "--resume", "--set", "optimizer.clip_norm=0.5", "--set", "cache.policy=recompute")
     assert result.exit_code == 0, result.output
     assert "compiling again: plan.optimizer.clip_norm differs" in said(result)
     assert "max_norm=0.5" in (stopped / "artifact" / "step.py").read_text()
-    assert "plan.recompute was []" in said(result)
+    assert "plan.cache.policy was 'keep'" in said(result)
     assert len(losses(stopped)) == 7
 
 

@@ -15,7 +15,19 @@ from torch.utils.checkpoint import checkpoint
 import moec
 from moec.compiler.plan import Plan
 
-from ..spine import PLAN, VOCABULARY, WIDTH, Language, Layer, assert_equal_gradients, batch_for, distance, eager, seeded
+from ..spine import (
+    PLAN,
+    VOCABULARY,
+    WIDTH,
+    Language,
+    Layer,
+    assert_equal_gradients,
+    batch_for,
+    distance,
+    eager,
+    recomputed,
+    seeded,
+)
 
 
 @dataclass
@@ -146,7 +158,7 @@ def a_dynamic_length() -> Trait:
 
 @trait
 def recomputed_layers() -> Trait:
-    return Trait(two(), plan=Plan(batch=2, length=6, recompute=("layers.*",)))
+    return Trait(two(), plan=Plan(batch=2, length=6, cache=recomputed("layers.*")))
 
 
 @trait
@@ -239,7 +251,7 @@ def a_buffer_that_other_layers_read_and_run_again() -> Trait:
     """The second run reads what the first one did, not what was written in between."""
     mean = torch.ones(WIDTH)
     model = seeded(Language, Centred(mean), Scaled(mean), Centred(mean), Scaled(mean))
-    return Trait(model, templates=2, plan=Plan(batch=2, length=6, recompute=("*",)))
+    return Trait(model, templates=2, plan=Plan(batch=2, length=6, cache=recomputed("*")))
 
 
 @trait
@@ -278,7 +290,7 @@ def a_buffer_given_to_layers_as_an_argument() -> Trait:
                 hidden = layer(hidden, self.mean)
             return hidden + first
 
-    return Trait(two(Told, Model), plan=Plan(batch=2, length=6, recompute=("*",)))
+    return Trait(two(Told, Model), plan=Plan(batch=2, length=6, cache=recomputed("*")))
 
 
 @trait

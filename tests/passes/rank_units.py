@@ -17,7 +17,7 @@ from moec.compiler.capture import capture
 from moec.compiler.differentiate import differentiate
 from moec.compiler.graph import InputValue, Unit
 from moec.compiler.log import PassLog
-from moec.compiler.partition import Partitioned, partition
+from moec.compiler.partition import KEEP, RECOMPUTE, Partitioned, every, partition
 from moec.compiler.plan import MeshPlan, Plan
 from moec.fused_stage import run_passes
 from moec.models.adapters import training_view
@@ -95,7 +95,7 @@ def given_for(whole: Unit, model: nn.Module, batch: int, seed: int = 0) -> Given
 
 def run_whole(unit: Unit, given: Given, *, recompute: bool = False) -> Values:
     """One rank, the whole batch."""
-    parts = partition(differentiate(unit), recompute=recompute)
+    parts = partition(differentiate(unit), every(RECOMPUTE if recompute else KEEP))
     return run_parts(parts, given.values, given.tangents)
 
 
@@ -103,7 +103,7 @@ def run_spread(
     unit: Unit, mesh: MeshPlan, given: Given, parts: Partitioned | None = None, *, recompute: bool = False
 ) -> list[Values]:
     """All ranks, each with its rows; experts that no rank holds (padding) are NaN, so that nothing can read them."""
-    ready = parts or partition(differentiate(unit), recompute=recompute)
+    ready = parts or partition(differentiate(unit), every(RECOMPUTE if recompute else KEEP))
     return simulate(mesh, lambda rank: run_parts(ready, *_of_rank(unit, mesh, given, rank)))
 
 

@@ -15,7 +15,7 @@ from moec.compiler import dialect
 from moec.compiler.differentiate import differentiate
 from moec.compiler.errors import PlanError, UnsupportedModelError
 from moec.compiler.graph import OUTER, Unit, op_histogram
-from moec.compiler.partition import partition
+from moec.compiler.partition import RECOMPUTE, every, partition
 from moec.compiler.pass_manager import PassContext, Report
 from moec.compiler.plan import MeshPlan, Plan
 from moec.models.build import build
@@ -166,7 +166,7 @@ def test_one_layer_serves_every_routing() -> None:
 def test_recomputation_exchanges_once_in_each_direction(fsdp: int, ep: int) -> None:
     compare(Experts(), mesh_of(fsdp, ep), recompute=True)
     unit, _ = sharded(Experts(), mesh_of(fsdp, ep), TOKENS // fsdp)
-    parts = partition(differentiate(unit), recompute=True)
+    parts = partition(differentiate(unit), every(RECOMPUTE))
     for graph in (parts.forward, parts.backward):
         found = op_histogram(graph)
         assert found["moec.exchange.default"] == found["moec.exchange_back.default"] == 1

@@ -289,7 +289,7 @@ def edited(rank: int, step: Any, case: str) -> None:
     if rank != 1:
         return
     if case == "plan":
-        step.plan = dataclasses.replace(step.plan, recompute=("*",))
+        step.plan = dataclasses.replace(step.plan, check=True)
     elif case == "collectives":
         step.program.COLLECTIVES = [*step.program.COLLECTIVES[:1], ("all_reduce", "control", "float64", 1)]
     elif case == "weights":
@@ -299,7 +299,7 @@ def edited(rank: int, step: Any, case: str) -> None:
 
 
 HANDSHAKES = {
-    "plan": ("plan differs between ranks 0 and 1", "'recompute: []' on rank 0, \"recompute: ['*']\" on rank 1"),
+    "plan": ("plan differs between ranks 0 and 1", "'check: False' on rank 0, 'check: True' on rank 1"),
     "program": ("program differs between ranks 0 and 1", 'w["scale"] * 2, [ids]\' on rank 1'),
     "collectives": (
         "collectives differs between ranks 0 and 1 in line 2",

@@ -1,0 +1,122 @@
+"""When copies to and from host memory run beside the compute: their schedule, and for how long a step waits.
+
+1. Layers compute one after the other, for as long as their costs say. The host link is a resource of its own in each
+   direction, which moves one layer's values after the other.
+2. Forward: a copy out starts when its layer ends, or when the link is free. It is waited for (`release`) behind the
+   first layer that ends later than the copy, or when forward ends, so that all copies are out before backward.
+3. Backward: copies back start (`prefetch`) as late as they can and still be there when their layer begins, the last
+   ones first; where that is before backward, the step waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from moec.compiler.cache_schedule import END, CacheSchedule
+from moec.compiler.cost import node_cost
+from moec.compiler.dialect.registry import nbytes
+from moec.compiler.hardware import Hardware
+from moec.compiler.partition import Partitioned
+
+_OPS = torch.ops.moec
+_COPIES = {_OPS.offload.default, _OPS.fetch.default}
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one microbatch. compute: of both directions; waits: for copies out, and for copies back."""
+
+    compute: float
+    forward_wait: float
+    backward_wait: float
+    schedule: CacheSchedule
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.forward_wait + self.backward_wait
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a layer. begin, end: on the clock of its direction. copy: seconds on the host link."""
+
+    path: str
+    begin: float
+    end: float
+    copy: float
+
+
+def cache_timing(templates: Mapping[str, Partitioned], outer: Partitioned, device: Hardware) -> Timing:
+    """The schedule of a program's copies and its time on a device."""
+    forward, forward_seconds = _clock(outer.forward, {n: p.forward for n, p in templates.items()}, device)
+    backward, backward_seconds = _clock(outer.backward, {n: p.backward for n, p in templates.items()}, device)
+    release, forward_wait = releases(forward, forward_seconds)
+    prefetch, backward_wait = prefetches(backward)
+    schedule = CacheSchedule(release, prefetch)
+    return Timing(forward_seconds + backward_seconds, forward_wait, backward_wait, schedule)
+
+
+def releases(calls: Sequence[Call], seconds: float) -> tuple[dict[str, tuple[str, ...]], float]:
+    """Behind which layer each copy out is waited for, and the wait when forward ends."""
+    found: dict[str, tuple[str, ...]] = {}
+    free = 0.0
+    for index, call in enumerate(calls):
+        if call.copy:
+            free = max(free, call.end) + call.copy
+            behind = next((later.path for later in calls[index + 1 :] if later.end >= free), END)
+            found[behind] = (*found.get(behind, ()), call.path)
+    return found, max(0.0, free - seconds)
+
+
+def prefetches(calls: Sequence[Call]) -> tuple[dict[str, tuple[str, ...]], float]:
+    """Before which layer each copy back starts, and how long layers wait for theirs in all."""
+    starts: dict[str, float] = {}
+    latest = float("inf")
+    for call in reversed(calls):
+        if call.copy:
+            latest = starts[call.path] = min(call.begin, latest) - call.copy
+    found: dict[str, tuple[str, ...]] = {}
+    free = wait = 0.0
+    for call in (call for call in calls if call.copy):
+        early = [other for other in calls if other.begin <= starts[call.path]]
+        before, begin = (early[-1].path, early[-1].begin) if early else (END, 0.0)
+        found[before] = (*found.get(before, ()), call.path)
+        free = max(free, begin + wait) + call.copy
+        wait += max(0.0, free - (call.begin + wait))
+    return found, wait
+
+
+def compute_seconds(graph: fx.Graph, device: Hardware) -> float:
+    """Of all ops one after the other, each at least as long as its launch; copies to the host run beside them."""
+    return sum(_seconds(node, device) for node in graph.nodes if node.op == "call_function")
+
+
+def _seconds(node: fx.Node, device: Hardware) -> float:
+    if node.target in _COPIES:
+        return 0.0
+    cost = node_cost(node, device)
+    return max(cost.seconds, cost.launches * device.launch_seconds)
+
+
+def copied_bytes(graph: fx.Graph) -> int:
+    """What one run of a graph moves over the host link."""
+    return sum(nbytes(node.meta["val"]) for node in graph.nodes if node.target in _COPIES)
+
+
+def _clock(outer: fx.Graph, layers: Mapping[str, fx.Graph], device: Hardware) -> tuple[list[Call], float]:
+    """The calls of layers on the clock of one direction, and when it ends."""
+    seconds = {name: compute_seconds(graph, device) for name, graph in layers.items()}
+    copies = {name: copied_bytes(graph) / device.host_bytes for name, graph in layers.items()}
+    calls, now = [], 0.0
+    for node in outer.nodes:
+        if node.target in (_OPS.region.default, _OPS.region_backward.default):
+            name, path = str(node.args[0]), str(node.args[1])
+            calls.append(Call(path, now, now + seconds[name], copies[name]))
+            now += seconds[name]
+        elif node.op == "call_function":
+            now += _seconds(node, device)
+    return calls, now
