@@ -28,9 +28,10 @@ _COPIES = {_OPS.offload.default, _OPS.fetch.default}
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one microbatch. compute: of both directions; waits: for copies out, and for copies back."""
+    """Seconds of one microbatch. compute: of both directions, forward: of one; waits: for copies out, and back."""
 
     compute: float
+    forward: float
     forward_wait: float
     backward_wait: float
     schedule: CacheSchedule
@@ -57,7 +58,7 @@ def cache_timing(templates: Mapping[str, Partitioned], outer: Partitioned, devic
     release, forward_wait = releases(forward, forward_seconds)
     prefetch, backward_wait = prefetches(backward)
     schedule = CacheSchedule(release, prefetch)
-    return Timing(forward_seconds + backward_seconds, forward_wait, backward_wait, schedule)
+    return Timing(forward_seconds + backward_seconds, forward_seconds, forward_wait, backward_wait, schedule)
 
 
 def releases(calls: Sequence[Call], seconds: float) -> tuple[dict[str, tuple[str, ...]], float]:

@@ -31,18 +31,22 @@ _OPS = torch.ops.moec
 _REDUCE = torch.ops._c10d_functional.reduce_scatter_tensor.default
 
 
-def predict_memory(program: ProgramParts, state: StateBytes, granularity: int = 1) -> MemoryPlan:
-    """Replay one step. granularity: bytes of which every allocation is a multiple (`Hardware.allocation_bytes`)."""
-    return _Replay(program, state, granularity).run()
+def predict_memory(
+    program: ProgramParts, state: StateBytes, granularity: int = 1, workspaces: Workspaces | None = None
+) -> MemoryPlan:
+    """Replay one step. granularity: bytes of which every allocation is a multiple (`Hardware.allocation_bytes`).
+
+    workspaces: of the same granularity, for a program that is replayed in several forms.
+    """
+    return _Replay(program, state, granularity, workspaces or Workspaces(granularity)).run()
 
 
 class _Replay:
-    def __init__(self, program: ProgramParts, state: StateBytes, granularity: int) -> None:
+    def __init__(self, program: ProgramParts, state: StateBytes, granularity: int, workspaces: Workspaces) -> None:
         self._program, self._state, self._granularity = program, state, granularity
         self._memory = Storages(state.total + program.copies)
         self._gradients: dict[str, int] = {}
         self._saved: dict[str, list[Any]] = {}
-        workspaces = Workspaces(granularity)
 
         def code(graph: fx.Graph, kept: Sequence[fx.Node]) -> Liveness:
             return liveness(graph, workspaces, granularity, kept)

@@ -156,20 +156,22 @@ class CacheRule:
 class CachePlan:
     """How forward values reach the backward, and how much memory there is for it.
 
-    hbm: device memory of one rank for everything, such as "60GiB" or a number of bytes; a step that is predicted to take
-    more is refused. None sets no limit. host: the same for values that wait in host memory.
-    policy: "keep" keeps all, "recompute" recomputes all that may be in layers; or a list of rules, of which the last one
-    that covers a value counts, and others are kept.
+    hbm: device memory of one rank for everything, such as "60GiB" or a number of bytes; a step that is predicted to
+    need more is refused. None sets no limit. host: the same for values that wait in host memory.
+    policy: "keep" keeps all, "recompute" recomputes all in layers that may be, "auto" lets a solver choose within the
+    limits; or a list of rules, of which the last one that covers a value counts, and others are kept.
     """
 
     hbm: int | str | None = None
     host: int | str | None = None
-    policy: Literal["keep", "recompute"] | tuple[CacheRule, ...] = "keep"
+    policy: Literal["keep", "recompute", "auto"] | tuple[CacheRule, ...] = "keep"
 
     def __post_init__(self) -> None:
         _convert_fields(self, "cache.")
         for name in ("hbm", "host"):
             _bytes_of(getattr(self, name), f"cache.{name}")
+        free = self.policy == "auto" and self.hbm is None
+        _require(not free, "cache.hbm", "is not set, cache.policy is auto", "the solver needs to know the limit")
 
     @property
     def hbm_bytes(self) -> int | None:
@@ -182,7 +184,7 @@ class CachePlan:
     @property
     def rules(self) -> tuple[CacheRule, ...]:
         """The policy as rules, for policies that are."""
-        named = {"recompute": (CacheRule("recompute"),), "keep": ()}
+        named = {"recompute": (CacheRule("recompute"),), "keep": (), "auto": ()}
         return named[self.policy] if isinstance(self.policy, str) else self.policy
 
 

@@ -15,11 +15,14 @@ from torch import fx
 
 from moec.codegen.program import OBJECTIVE, Section
 from moec.compilation import Compilation
+from moec.compiler.cache_timing import Timing
 from moec.compiler.differentiate import Joint, differentiate
 from moec.compiler.errors import UnsupportedModelError
 from moec.compiler.graph import OUTER, Unit
 from moec.compiler.lengths import length_range, not_every_length
 from moec.compiler.lower import add_choice, lower
+from moec.compiler.memory import MemoryPlan, ProgramParts
+from moec.compiler.memory_replay import predict_memory
 from moec.compiler.partition import Choices, Partitioned, partition
 from moec.compiler.pass_manager import PassContext
 from moec.compiler.placement import JointProgram, run_placement, shared_weights
@@ -28,8 +31,10 @@ from moec.compiler.region_op import templates_in_scope
 from moec.compiler.spec import check_joint, check_lowered, check_placed
 from moec.compiler.template import Template
 from moec.compiler.unused_results import detach_unused_results
-from moec.forecast import copies_of, forecast, refuse_too_much, state_of, timing_of
+from moec.compiler.workspace import Workspaces
+from moec.forecast import copies_of, forecast, granularity, refuse_too_much, state_of, timing_of
 from moec.passes import CACHING_PASSES, SHARDING_PASSES
+from moec.passes.cache_search import Parts
 from moec.preflight import device_of_program
 from moec.stage_record import joint_graphs, placed_graphs, timed
 
@@ -97,7 +102,19 @@ def differentiate_and_place(result: Compilation) -> None:
 
 def _choose(result: Compilation, program: JointProgram) -> None:
     with timed(result.log, "cached"):
-        context = PassContext(plan=result.plan)
+        device = device_of_program(result.model, result.plan)
+        state = state_of(result.model, result.unreached, result.buckets, result.plan, device)
+
+        workspaces = Workspaces(granularity(device))
+
+        def predict(parts: Parts, outer: Partitioned, timing: Timing) -> MemoryPlan:
+            result.outer = outer  # the trial's; the stage `placed` makes the one that counts
+            copies = copies_of(result.model, result.written_paths(), device)
+            tied, accumulation = result.captured.tied, result.plan.accumulation
+            trial = ProgramParts(parts, outer, tied, accumulation, timing.schedule, copies)
+            return predict_memory(trial, state, granularity(device), workspaces)
+
+        context = PassContext(plan=result.plan, facts={"predict": predict})
         result.log.records += run_placement(CACHING_PASSES, program, context)
 
 

@@ -40,7 +40,7 @@ plans = st.builds(
     cache=st.builds(
         CachePlan,
         hbm=st.sampled_from([1 << 30, "1.5GiB"]),
-        policy=st.sampled_from(["keep", "recompute"])
+        policy=st.sampled_from(["keep", "recompute", "auto"])
         | st.lists(st.builds(CacheRule, st.sampled_from(["keep", "offload"]), st.text("abc.*[]")), max_size=3).map(
             tuple
         ),

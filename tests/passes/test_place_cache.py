@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import moec
+from moec.compiler import cache_problem
 from moec.compiler.allocations import AllocationCount
 from moec.compiler.errors import PlanError
 from moec.compiler.plan import CachePlan, CacheRule, MeshPlan, Plan
@@ -177,3 +178,50 @@ def test_the_needed_memory_that_an_error_names_suffices() -> None:
     moec.compile(three(), dataclasses.replace(PLAN, cache=CachePlan(hbm=needed)))
     with pytest.raises(PlanError, match=f"at least {needed}B"):
         moec.compile(three(), dataclasses.replace(PLAN, cache=CachePlan(hbm=needed - 1)))
+
+
+def found_by_solver(hbm: int, host: int | None) -> tuple[list[Tensor], dict[str, Tensor], moec.CompiledStep]:
+    cache = CachePlan(hbm=hbm, host=host, policy="auto")
+    return run(three(), dataclasses.replace(PLAN, length=64, cache=cache, check=True), 2)
+
+
+@pytest.mark.parametrize("host", [None, 0])
+def test_the_solver_stays_within_the_limits_and_keeps_the_bits(
+    host: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_problem, "SMALLEST_OFFLOAD", 1)
+    plan = dataclasses.replace(PLAN, length=64)
+    kept = run(three(), plan, 2)
+    most = kept[2].memory.peak
+    least = moec.compile(three(), with_policy("recompute", plan)).memory.peak
+    hbm = (most + least) // 2
+    found = found_by_solver(hbm, host)
+    assert_same_bits(kept, found)
+    memory = found[2].memory
+    assert least <= memory.peak <= hbm < most
+    assert (memory.host > 0) == (host is None)
+    (change, *_) = [change for _, change in found[2].log.matches("place_cache") if not change.path]
+    assert "ms by its costs, at most" in change.what
+    reasons = {p.reason for rows in found[2].log.placements.values() for p in rows if p.decision != "keep"}
+    assert reasons
+    assert all(reason.startswith("the solver ") for reason in reasons)
+
+
+def test_the_solver_keeps_everything_where_it_fits() -> None:
+    most = moec.compile(three(), dataclasses.replace(PLAN, length=64)).memory.peak
+    *_, step = found_by_solver(most, None)
+    assert step.memory.peak == most
+    assert {p.decision for rows in step.log.placements.values() for p in rows} == {"keep"}
+
+
+def test_an_infeasible_limit_names_one_that_suffices() -> None:
+    with pytest.raises(PlanError, match="no choice fits into 20 KiB") as caught:
+        found_by_solver(20 << 10, 0)
+    assert caught.value.where == "plan.cache.hbm"
+    least = int(caught.value.hint.partition("at least ")[2].partition("B")[0])
+    assert found_by_solver(least, 0)[2].memory.peak <= least
+
+
+def test_the_solver_needs_a_limit() -> None:
+    with pytest.raises(PlanError, match=r"cache.hbm is not set, cache.policy is auto"):
+        CachePlan(policy="auto")

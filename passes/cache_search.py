@@ -1,0 +1,199 @@
+"""`cache.policy: auto`: ask the solver, replay what it found, and correct its limit until the step fits.
+
+1. The solver limits the bytes that all layers keep when forward ends. What a step holds beyond them (state, work space,
+   copies in flight, recomputed values) is found by replaying it: limit = `hbm` - (peak - kept).
+2. Everything kept is the fastest, where it fits. As little kept as can be is the last resort, with and without copies:
+   if that does not fit, nothing that the solver knows does.
+3. In between the best way within the limit, replayed again, and the limit corrected by what was over or left.
+
+Early layers take the ways that offload most: their copies have the longest time before they are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from moec.compiler.cache_problem import LayerProblem, layer_problem
+from moec.compiler.cache_solver import Limits, Solution, Way, best_way, solve
+from moec.compiler.cache_timing import Timing, cache_timing
+from moec.compiler.errors import PlanError
+from moec.compiler.hardware import Hardware
+from moec.compiler.lower import lower
+from moec.compiler.memory import MemoryPlan
+from moec.compiler.memory_table import size_text
+from moec.compiler.partition import Choice, Choices, Decision, Partitioned, partition
+from moec.compiler.placement import JointProgram
+from moec.compiler.plan import CachePlan
+from moec.compiler.template import Template
+
+Parts = Mapping[str, tuple[Template, Partitioned]]
+Predict = Callable[[Parts, Partitioned, Timing], MemoryPlan]
+"""(templates, outer, timing) -> predicted memory; the caller knows the state and the device."""
+
+_ROUNDS = 5
+_REGIONS = (torch.ops.moec.region.default, torch.ops.moec.region_backward.default)
+
+
+@dataclass(frozen=True)
+class Found:
+    """Layer path -> choices, with what the replay says of them and how far from the best they may be."""
+
+    choices: dict[str, Choices]
+    memory: MemoryPlan
+    timing: Timing
+    gap: float
+
+
+class CacheSearch:
+    """One search over a program."""
+
+    def __init__(self, program: JointProgram, plan: CachePlan, predict: Predict, device: Hardware) -> None:
+        self._program, self._plan, self._predict, self._device = program, plan, predict, device
+        self._templates = list(program.templates.values())
+        self._outer = partition(program.outer)
+        for graph in (self._outer.forward, self._outer.backward):
+            lower(graph)
+        self._parts: dict[tuple[str, Choices], Partitioned] = {}
+        self.problems = [
+            layer_problem(program.joints[t.unit.name], len(t.calls), device, t.changing) for t in self._templates
+        ]
+
+    def run(self) -> Found:
+        """The fastest choice that fits; PlanError with the least memory that was found where none does."""
+        hbm, host = self._plan.hbm_bytes, self._plan.host_bytes
+        assert hbm is not None
+        everything, _ = self._replay(self._all_kept(), 0.0)
+        if everything.memory.peak <= hbm:
+            return everything
+        resorts = [self._replay(self._least(host), 0.0), self._replay(self._least(0), 0.0)]
+        best, kept = min(resorts, key=lambda pair: pair[0].memory.peak)
+        if best.memory.peak > hbm:
+            raise self._too_little(best.memory, hbm, host)
+        limits = self._limits(best, kept, hbm, host)
+        fixed = best.memory.state.total + best.memory.saved - kept
+        bound = solve(self.problems, replace(limits, kept=max(0, hbm - fixed)))
+        for _ in range(_ROUNDS):
+            solution = solve(self.problems, limits)
+            if solution is None:
+                break
+            found, kept = self._replay(solution, bound.bound if bound else 0.0)
+            if found.memory.peak <= hbm and found.timing.total < best.timing.total:
+                best = found
+            corrected = limits.kept + hbm - found.memory.peak
+            if corrected == limits.kept or (found.memory.peak <= hbm and not self._keeps_less(solution)):
+                break
+            limits = replace(limits, kept=corrected)
+        return best
+
+    def _keeps_less(self, solution: Solution) -> bool:
+        """Whether anything is not kept."""
+        return any(way.offloaded or way.seconds for ways in solution.ways for way, _ in ways)
+
+    def _all_kept(self) -> Solution:
+        ways = [((best_way(problem, 1.0, 0.0, 1.0), problem.layers),) for problem in self.problems]
+        return Solution(tuple(ways), 0.0, 0.0)
+
+    def _least(self, host: int | None) -> Solution:
+        """As little kept as the host memory allows, whatever the time."""
+        free = Limits(0.0, float("inf") if host is None else host, 0.0, 0.0, self._device.host_bytes)
+        lowest = 0.0
+        highest = float(sum(v.bytes * p.layers for p in self.problems for v in p.values))
+        solution = solve(self.problems, replace(free, kept=highest))
+        assert solution is not None, "keeping everything is always a way"
+        while highest - lowest > 0.01 * max(highest, 1.0):
+            middle = (lowest + highest) / 2
+            found = solve(self.problems, replace(free, kept=middle))
+            if found is None:
+                lowest = middle
+            else:
+                solution, highest = found, middle
+        return solution
+
+    def _limits(self, found: Found, kept: int, hbm: int, host: int | None) -> Limits:
+        seconds = self._plain_seconds()
+        room = hbm - (found.memory.peak - kept)
+        return Limits(room, float("inf") if host is None else host, *seconds, self._device.host_bytes)
+
+    def _plain_seconds(self) -> tuple[float, float]:
+        """Forward and backward with everything kept."""
+        timing = self._timing({call.path: Choices() for t in self._templates for call in t.calls})[2]
+        return timing.forward, timing.compute - timing.forward
+
+    def _replay(self, solution: Solution, bound: float) -> tuple[Found, int]:
+        """What a solution takes, and the bytes that its layers keep."""
+        choices = dict(self._assigned(solution))
+        parts, outer, timing = self._timing(choices)
+        memory = self._predict(parts, outer, timing)
+        kept = sum(way.kept * count for ways in solution.ways for way, count in ways)
+        gap = max(0.0, timing.total / bound - 1) if bound else 0.0
+        return Found(choices, memory, timing, gap), kept
+
+    def _timing(self, choices: Mapping[str, Choices]) -> tuple[Parts, Partitioned, Timing]:
+        names: dict[tuple[str, Choices], str] = {}
+        parts: dict[str, tuple[Template, Partitioned]] = {}
+        of_path: dict[str, str] = {}
+        for template in self._templates:
+            for call in template.calls:
+                key = (template.name, choices[call.path])
+                if key not in names:
+                    names[key] = f"{template.name} {len(names)}"
+                    own = [other for other in template.calls if choices[other.path] == key[1]]
+                    parts[names[key]] = (replace(template, calls=own), self._partitioned(template, key[1]))
+                of_path[call.path] = names[key]
+        for graph in (self._outer.forward, self._outer.backward):
+            for node in graph.nodes:
+                if node.target in _REGIONS:
+                    node.args = (of_path[str(node.args[1])], *node.args[1:])
+        timing = cache_timing({name: layer for name, (_, layer) in parts.items()}, self._outer, self._device)
+        return parts, self._outer, timing
+
+    def _partitioned(self, template: Template, choices: Choices) -> Partitioned:
+        key = (template.name, choices)
+        if key not in self._parts:
+            joint = self._program.joints[template.unit.name]
+            self._parts[key] = partition(joint, choices, changing=template.changing)
+            for graph in (self._parts[key].forward, self._parts[key].backward):
+                lower(graph)
+        return self._parts[key]
+
+    def _assigned(self, solution: Solution) -> Iterator[tuple[str, Choices]]:
+        for template, problem, ways in zip(self._templates, self.problems, solution.ways, strict=True):
+            ordered = sorted(ways, key=lambda pair: (-pair[0].offloaded, pair[0].kept))
+            flat = [way for way, count in ordered for _ in range(count)]
+            for call, way in zip(template.calls, flat, strict=True):
+                yield call.path, choices_of(problem, way)
+
+    def _too_little(self, memory: MemoryPlan, hbm: int, host: int | None) -> PlanError:
+        least = f"{memory.peak:,} bytes, {size_text(memory.peak)}"
+        limit = "" if host is None else f" with {size_text(host)} of host memory"
+        return PlanError(
+            f"no choice fits into {size_text(hbm)} of device memory",
+            where="plan.cache.hbm",
+            why=f"the least that was found{limit} is {least}, at {memory.where}",
+            hint=f"set cache.hbm to at least {memory.peak}B"
+            + (", or raise cache.host" if host is not None else "")
+            + ", or make batch or length smaller",
+        )
+
+
+def choices_of(problem: LayerProblem, way: Way) -> Choices:
+    """A way as choices by name, each with its price as the reason."""
+    by_name: list[tuple[str, Choice]] = []
+    for index, decision in way.decisions:
+        value = problem.values[index]
+        by_name.append((value.name, Choice(decision, _reason(problem, index, decision))))
+    return Choices(by_name=tuple(by_name))
+
+
+def _reason(problem: LayerProblem, index: int, decision: Decision) -> str:
+    value = problem.values[index]
+    op = problem.ops[value.maker]
+    again = f"{1e6 * op.seconds:.3g} us to compute again" if op.may_run_again else "it may not run again"
+    return {
+        "keep": f"the solver keeps it: {again}",
+        "offload": f"the solver offloads it: {again}",
+        "recompute": f"the solver recomputes it: {again}",
+    }[decision]
