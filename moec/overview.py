@@ -24,6 +24,7 @@ from moec.compiler.printer import StageGraphs
 from moec.models.build import build
 from moec.models.k3.counts import count_parameters
 from moec.models.presets import preset, preset_names
+from moec.passes.place_cache import PlaceCache
 from moec.rank_report import rank_report
 from moec.runtime.program import PROGRAM
 from moec.step import describe
@@ -103,8 +104,22 @@ def pass_report(folder: Path, name: str) -> Iterator[Any]:
         )
         yield from (f"  + {n} x {escape(op)}" for op, n in record.added.items())
         yield from (f"  - {n} x {escape(op)}" for op, n in record.removed.items())
+        if record.name == PlaceCache.name:
+            yield _value_table(_read_log(folder))
         if record.warning:
             yield f"  [yellow]matched nothing[/yellow] {escape(record.warning)}"
+
+
+def _value_table(log: PassLog) -> Table:
+    """Every value of every template: how large it is, which way it goes, and why."""
+    table = Table(title="values that backward needs, of one layer", title_justify="left", pad_edge=False)
+    for title in ("unit", "module", "op", "KiB", "decision", "why"):
+        table.add_column(title, justify="right" if title == "KiB" else "left", overflow="fold")
+    for unit, rows in log.placements.items():
+        for row in rows:
+            size = f"{row.bytes / 2**10:,.1f}"
+            table.add_row(unit, escape(row.path), row.op, size, row.decision, escape(row.reason))
+    return table
 
 
 def _read_log(folder: Path) -> PassLog:
@@ -123,16 +138,18 @@ def _near_misses(records: list[PassRecord]) -> Iterator[str]:
 
 def _placement_table(log: PassLog) -> Table:
     table = Table(title="kept for backward, per layer", title_justify="left", pad_edge=False)
-    for title in ("unit", "kept", "MiB", "computed again", "reasons to keep"):
+    for title in ("unit", "kept", "MiB", "offloaded", "MiB there", "computed again", "reasons to keep"):
         table.add_column(title, justify="left" if title in ("unit", "reasons to keep") else "right", overflow="fold")
     for unit, rows in log.placements.items():
-        kept = [row for row in rows if row.decision == "keep"]
+        kept, there, again = ([row for row in rows if row.decision == d] for d in ("keep", "offload", "recompute"))
         reasons = Counter(row.reason for row in kept)
         table.add_row(
             unit,
             str(len(kept)),
             f"{sum(row.bytes for row in kept) / _MIB:.3g}",
-            str(len(rows) - len(kept)),
+            str(len(there)),
+            f"{sum(row.bytes for row in there) / _MIB:.3g}",
+            str(len(again)),
             ", ".join(f"{n} x {reason}" for reason, n in reasons.most_common()),
         )
     return table

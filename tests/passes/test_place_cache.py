@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 
 import moec
@@ -17,6 +19,7 @@ from moec.compiler.plan import CachePlan, CacheRule, MeshPlan, Plan
 from moec.driver import build as compile_parts
 from moec.models.huggingface.adapter import from_config
 from moec.models.huggingface.tiny import tiny_config
+from moec.overview import pass_report
 from moec.random_batch import random_batches
 from tests.spine import PLAN, VOCABULARY, Language, Layer, batch_for, recomputed, seeded, small_k3
 
@@ -225,3 +228,16 @@ def test_an_infeasible_limit_names_one_that_suffices() -> None:
 def test_the_solver_needs_a_limit() -> None:
     with pytest.raises(PlanError, match=r"cache.hbm is not set, cache.policy is auto"):
         CachePlan(policy="auto")
+
+
+def test_inspect_shows_every_value_with_its_way_and_why() -> None:
+    step = moec.compile(three(), with_policy((CacheRule("offload", "layers.*", "moec.gated_mlp_act"),)))
+    console = Console(width=200, record=True, file=io.StringIO())
+    for part in pass_report(step.folder, "place_cache"):
+        console.print(part)
+    (row,) = [line for line in console.export_text().splitlines() if "moec.gated_mlp_act.default" in line]
+    assert [cell.strip() for cell in row.strip("│").split("│")][-3:] == [
+        "0.4",
+        "offload",
+        "the plan's rule to offload layers.*",
+    ]
