@@ -358,6 +358,51 @@ def _step_time_rows(_: Path) -> Rows:
     return rows
 
 
+def _rank_compile_rows(_: Path) -> Rows:
+    rows = _results("compile_time_ranks")["rows"]
+    worlds = list(dict.fromkeys(row["world"] for row in rows))
+    found: Rows = [["layers", *(f"{world} rank{'s' if world > 1 else ''}" for world in worlds)]]
+    for layers in dict.fromkeys(row["layers"] for row in rows):
+        cells = [row for row in rows if row["layers"] == layers]
+        found.append(
+            [
+                str(layers),
+                *(
+                    f"{row['cpu_seconds']:.1f} s, {row['nodes']['placed']:,} nodes, {row['lines']:,} lines"
+                    for row in cells
+                ),
+            ]
+        )
+    return found
+
+
+def _wire_rows(_: Path) -> Rows:
+    return [
+        ["fsdp, ep", "collective", "calls on a rank", "formula, bytes of all ranks", "counted"],
+        *(
+            [f"{r['fsdp']}, {r['ep']}", r["kind"], str(r["calls"]), f"{r['formula']:,}", f"{r['counted']:,}"]
+            for r in _results("wire_bytes")["rows"]
+        ),
+    ]
+
+
+def _sharded_step_rows(_: Path) -> Rows:
+    return [
+        ["variant", "s a step", "processor s of all ranks", "relative to FSDP2", "in processor time", "last loss"],
+        *(
+            [
+                r["variant"],
+                f"{r['wall_s']:.2f}",
+                f"{r['cpu_s']:.2f}",
+                f"{r['wall_ratio']:.3f}",
+                f"{r['cpu_ratio']:.3f}",
+                f"{r['losses'][-1]:.5f}",
+            ]
+            for r in _results("sharded_step")["rows"]
+        ),
+    ]
+
+
 def _results(name: str) -> dict[str, Any]:
     return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
 
@@ -386,4 +431,7 @@ TABLES: dict[str, Callable[[Path], Rows]] = {
     "compile time": _compile_time_rows,
     "compile passes": _compile_pass_rows,
     "step time": _step_time_rows,
+    "ranks compile": _rank_compile_rows,
+    "wire": _wire_rows,
+    "sharded step": _sharded_step_rows,
 }
