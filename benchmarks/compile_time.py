@@ -40,8 +40,9 @@ def main() -> None:
     for row in rows:
         stages = ", ".join(f"{name} {seconds:.1f}" for name, seconds in row["stages"].items())
         print(
-            f"{row['layers']:>3} layers, {row['world']:>3} ranks: {row['seconds']:.1f} s ({row['cpu_seconds']:.1f} s of "
-            f"processor time), {row['peak_gib']:.2f} GiB, {row['lines']} lines, {row['nodes']['placed']} nodes"
+            f"{row['layers']:>3} layers, {row['world']:>3} ranks: {row['seconds']:.1f} s "
+            f"({row['cpu_seconds']:.1f} s of processor time), "
+            f"{row['peak_gib']:.2f} GiB, {row['lines']} lines, {row['nodes']['placed']} nodes"
         )
         print(f"    {stages}")
     passes = rows[-1]["passes"]
