@@ -19,7 +19,12 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._functorch.partitioners import default_partition
 from torch._ops import HigherOrderOperator, OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from torch.distributed.distributed_c10d import _get_default_store as default_store
 from torch.distributed.distributed_c10d import _register_process_group as register_process_group
 from torch.distributed.distributed_c10d import _set_pg_timeout as set_process_group_timeout
@@ -34,6 +39,7 @@ __all__ = [
     "AOTInput",
     "AOTOutput",
     "BoxedCodeGen",
+    "DataDependentOutputException",
     "FakeTensor",
     "FakeTensorMode",
     "GradAOTOutput",

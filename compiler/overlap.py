@@ -13,8 +13,8 @@ from moec.compiler.fake import is_fake
 
 
 def overlapping(tensors: Mapping[str, Tensor]) -> list[tuple[str, str]]:
-    """Pairs of names whose tensors are different objects and share at least one byte; none for tensors without data."""
-    distinct = {id(tensor): name for name, tensor in tensors.items() if tensor.numel() and not is_fake(tensor)}
+    """Pairs of names whose tensors are different objects and share at least one byte."""
+    distinct = {id(tensor): name for name, tensor in tensors.items() if tensor.numel()}
     spans = sorted((_place(tensors[name]), name) for name in distinct.values())
     found = []
     open_spans: list[tuple[tuple[str, int, int], str]] = []
@@ -61,10 +61,16 @@ def _offsets(tensor: Tensor) -> Any:
 
 
 def _place(tensor: Tensor) -> tuple[str, int, int]:
-    """Device, address of the first byte, and address behind the last one."""
+    """Device, address of the first byte, and address behind the last one.
+
+    A tensor without data has a storage all the same, and its addresses are places in that.
+    """
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    start = tensor.data_ptr()
-    return str(tensor.device), start, start + (last + 1) * tensor.element_size()
+    if is_fake(tensor):
+        device, start = f"{tensor.untyped_storage()._cdata}", int(tensor.storage_offset()) * tensor.element_size()
+    else:
+        device, start = str(tensor.device), tensor.data_ptr()
+    return device, start, start + (last + 1) * tensor.element_size()
 
 
 def _share(one: Tensor, two: Tensor) -> bool:

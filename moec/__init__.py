@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from moec.codegen.losses import linear_cross_entropy, token_log_probs
+    from moec.compiler.deferred import deferred_init
     from moec.compiler.errors import MoecError
     from moec.compiler.plan import CachePlan, CacheRule, LossPlan, OptimizerPlan, Plan
     from moec.driver import compile
@@ -32,6 +33,7 @@ __all__ = [
     "Plan",
     "__version__",
     "compile",
+    "deferred_init",
     "linear_cross_entropy",
     "load",
     "token_log_probs",
@@ -47,6 +49,7 @@ _HOME = {
     "OptimizerPlan": "moec.compiler.plan",
     "Plan": "moec.compiler.plan",
     "compile": "moec.driver",
+    "deferred_init": "moec.compiler.deferred",
     "linear_cross_entropy": "moec.codegen.losses",
     "load": "moec.loading",
     "token_log_probs": "moec.codegen.losses",

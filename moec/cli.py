@@ -223,7 +223,7 @@ def train(
     from moec.running import RunOptions, TextOptions
     from moec.runtime.launch import launch, launched
     from moec.settings import read_plan, with_packing
-    from moec.targets import build_target
+    from moec.targets import fake_target
     from moec.training import earlier_plan, train_model
 
     if ranks != 1 and launched() is None:
@@ -232,13 +232,13 @@ def train(
     earlier = earlier_plan(out, world) if resume else {}
     chosen, given = read_plan(plan, settings, {"mesh": {"fsdp": world}, **earlier})
     place, own = _joined(_device(device), chosen)
-    model = build_target(target, dtype=_dtype(chosen), device=place, seed=seed, weights=weights)
+    model = fake_target(target, dtype=_dtype(chosen), device=place, seed=seed)
     text = TextOptions(data, pattern, tokenizer, seed)
     options = RunOptions(steps, out, resume, checkpoint_every, tensorboard, rank_timeout)
     console = _console()
     console.quiet = not own.is_first
     _, summary = train_model(
-        model, with_packing(chosen, given | set(earlier), model), text, options, console, ranks=own
+        model, with_packing(chosen, given | set(earlier), model), text, options, console, ranks=own, weights=weights
     )
     _print_summary(console, summary, out)
 

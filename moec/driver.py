@@ -25,6 +25,7 @@ from moec.codegen.update import header_text, update_text
 from moec.compilation import Compilation
 from moec.compiler.autocast import refuse_autocast_around
 from moec.compiler.capture import capture
+from moec.compiler.deferred import make_buffers
 from moec.compiler.errors import UnsupportedModelError
 from moec.compiler.log import PassLog
 from moec.compiler.plan import Plan
@@ -42,21 +43,28 @@ from moec.step import CompiledStep
 _COMPILING = threading.RLock()
 
 
-def compile(model: nn.Module, plan: Plan | None = None) -> CompiledStep:
+def compile(model: nn.Module, plan: Plan | None = None, *, weights: str | Path | None = None) -> CompiledStep:
     """Compile a training step for `model`, which keeps its parameters: the step updates them in place.
 
     model: an nn.Module of ours, of Hugging Face, or any whose forward(input_ids, labels) returns its loss; in training
     mode. plan: shapes, mesh, optimizer, recomputation (compiler/plan.py); the default plan where it is None. With a
     mesh of several ranks all of them call this together, after torch.distributed is initialised, and the parameters
-    become DTensors; in a process that is alone the step can be read, saved and simulated.
+    become DTensors; in a process that is alone the step can be read, saved and simulated. weights: a safetensors file,
+    a folder of them (as Hugging Face writes it), or a checkpoint of a run, to start from instead of the model's own
+    values.
 
-    Raises CaptureError, PlanError, UnsupportedModelError or UnsupportedOpError before anything runs.
+    A model that was built within `moec.deferred_init()` holds no weights: they are made after the compilation, one at a
+    time, and each rank keeps its own rows. With `weights` its parameters may also be on the meta device.
+
+    Raises CaptureError, PlanError, UnsupportedModelError or UnsupportedOpError before anything runs, and
+    CheckpointError for weights of another model.
     """
     plan = plan or Plan()
     compilation = build(model, plan)
     folder = Path(tempfile.mkdtemp(prefix="moec-step-"))
     write(compilation, folder)
-    step = step_over(model, load_program(folder), folder, compilation.log, plan, compilation.unreached)
+    start = None if weights is None else Path(weights)
+    step = step_over(model, load_program(folder), folder, compilation.log, plan, compilation.unreached, start)
     weakref.finalize(step, shutil.rmtree, folder, ignore_errors=True)
     return step
 
@@ -86,6 +94,7 @@ def build(model: nn.Module, plan: Plan, after_pass: AfterPass | None = None) -> 
             "the model is in evaluation mode", why="a training step is compiled", hint="call model.train() first"
         )
     refuse_autocast_around("moec.compile", device_of(model))
+    make_buffers(model)
     with _COMPILING, torch.inference_mode(False), torch.enable_grad():
         return _build(model, plan, after_pass)
 

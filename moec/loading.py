@@ -28,8 +28,9 @@ def load(
 ) -> CompiledStep:
     """The step of an artefact.
 
-    model: train this module's parameters in place. weights: a safetensors file to start from instead; by default the
-    one that `step.save(folder, weights=True)` wrote. plan: what the caller expects; it is compared, but for learning
+    model: train this module's parameters in place. weights: what to start from (as for `moec.compile`; without a model
+    a safetensors file under the artefact's names); by default the model's values, or the file that
+    `step.save(folder, weights=True)` wrote. plan: what the caller expects; it is compared, but for learning
     rate and schedule, which the step takes from it.
 
     Raises ArtifactError naming the field when the artefact was compiled for another plan, model or device or by another
@@ -41,7 +42,8 @@ def load(
     program = load_program(folder)
     log, chosen = PassLog.read(folder / LOG), plan or Plan.from_yaml(folder / PLAN)
     if model is not None:
-        return step_over(model, program, folder, log, chosen, saved.without_gradient)
+        start = None if weights is None else Path(weights)
+        return step_over(model, program, folder, log, chosen, saved.without_gradient, start)
     state = _state_from_files(folder, saved, program.DEVICE, weights)
     return CompiledStep.of(program, state, folder, log, chosen)
 

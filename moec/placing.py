@@ -3,6 +3,9 @@
 With a mesh of several ranks the step of this process holds its shards, if torch.distributed runs with as many ranks:
 the model's parameters become DTensors over them. In a process that is alone the step only shows how it was made, and
 `simulate_ranks()` runs all ranks in lock step.
+
+Weights come from the model, or from files in place of its own. A model that was built in `deferred_init` has none yet:
+they are made here, on several ranks one after the other, of which each keeps its own rows.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from moec.compiler.deferred import make_buffers, recording_of
 from moec.compiler.errors import PlanError, RankError
 from moec.compiler.layout import BucketInstance
 from moec.compiler.log import PassLog
@@ -23,35 +27,80 @@ from moec.rank_files import read_buckets, read_collectives
 from moec.runtime.ranks import Ranks
 from moec.runtime.sharded_state import ShardedState
 from moec.runtime.state import StepState
+from moec.runtime.team import Team
+from moec.runtime.weight_source import ModuleWeights, WeightSource, fill_module
 from moec.simulated import SimulatedRanks
 from moec.step import CompiledStep
 
 
 def step_over(
-    model: nn.Module, program: ModuleType, folder: Path, log: PassLog, plan: Plan, without_gradient: Sequence[str]
+    model: nn.Module,
+    program: ModuleType,
+    folder: Path,
+    log: PassLog,
+    plan: Plan,
+    without_gradient: Sequence[str],
+    weights: Path | None = None,
 ) -> CompiledStep:
-    """The step of an artefact over a model's own parameters; on several ranks, all of them call it together."""
+    """The step of an artefact over a model's own parameters; on several ranks, all of them call it together.
+
+    weights: where to take their values from (moec/weights.py). Raises CheckpointError, on every rank, when they do not
+    fit the model or one cannot read them.
+    """
+    make_buffers(model)
     if plan.mesh.world == 1:
+        _make_weights(model, weights)
         state = StepState.from_module(model, without_gradient=without_gradient)
         return CompiledStep.of(program, state, folder, log, plan)
     program.COLLECTIVES = [(c.kind, c.role, c.dtype, c.numel) for c in read_collectives(folder)]  # type: ignore[attr-defined]
     if not torch.distributed.is_initialized():
+        if weights is not None:
+            _make_weights(model, weights)
         return UnconnectedStep.of(program, StepState({}, {}, ()), folder, log, plan).over(model, without_gradient)
     from moec.runtime.groups import connect  # loads torch.distributed, which one rank does not need
 
     ranks = connect(plan.mesh, program.DEVICE)
-    sharded = shards_of(model, read_buckets(folder), ranks, without_gradient)
+    buckets = read_buckets(folder)
+
+    def fill() -> ShardedState:
+        source = None if weights is None else _source(model, weights, ranks)
+        return shards_of(model, buckets, ranks, without_gradient, source)
+
+    if weights is None:
+        sharded = Team(ranks.rank, ranks.world, program.DEVICE).together(fill)
+    else:
+        from moec.weights import on_every_rank
+
+        sharded = on_every_rank(fill, weights, ranks, program.DEVICE)
     sharded.place_in(model)
     return CompiledStep.of(program, sharded, folder, log, plan)
 
 
 def shards_of(
-    model: nn.Module, buckets: Mapping[str, BucketInstance], ranks: Ranks, without_gradient: Sequence[str]
+    model: nn.Module,
+    buckets: Mapping[str, BucketInstance],
+    ranks: Ranks,
+    without_gradient: Sequence[str],
+    source: WeightSource | None = None,
 ) -> ShardedState:
-    """What one rank holds of a model that is whole in this process; the model stays as it is."""
+    """What one rank holds of a model, whose parameters stay as they are."""
     return ShardedState.from_module(
-        model, without_gradient, buckets=buckets, mesh=ranks.mesh, rank=ranks.rank, device=None
+        model, without_gradient, buckets=buckets, mesh=ranks.mesh, rank=ranks.rank, source=source
     )
+
+
+def _source(model: nn.Module, weights: Path, ranks: Ranks) -> WeightSource:
+    from moec.weights import weights_at  # needs the models, which an artefact runs without
+
+    return weights_at(model, weights, ranks)
+
+
+def _make_weights(model: nn.Module, weights: Path | None) -> None:
+    """Give a model in this process whole weights, where it is to have others or has none yet."""
+    if weights is not None:
+        fill_module(model, _source(model, weights, Ranks()))
+    elif recording_of(model) is not None:
+        fill_module(model, ModuleWeights(model))
 
 
 class UnconnectedStep(CompiledStep):

@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from moec.compiler._torch_compat import FakeTensorMode, ShapeEnv
+from moec.compiler.deferred import deferred_init, make_buffers
 from moec.compiler.errors import PresetError, UnsupportedModelError
 from moec.models.build import build
 from moec.models.presets import preset, preset_names
@@ -45,10 +44,18 @@ def build_target(
     return model
 
 
-def fake_target(target: str, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> nn.Module:
-    """The model of a target without memory for its parameters, for compiling alone; buffers have their values."""
-    with _FakeEmpty():
-        return _build(target, dtype, device)
+def fake_target(
+    target: str, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu", seed: int = 0
+) -> nn.Module:
+    """The model of a target without memory for its parameters; buffers have their values.
+
+    A step over it makes the weights that `build_target` gives, one at a time (compiler/deferred.py).
+    """
+    torch.manual_seed(seed)
+    with deferred_init():
+        model = _build(target, dtype, device)
+    make_buffers(model)
+    return model
 
 
 def is_preset(target: str) -> bool:
@@ -152,19 +159,3 @@ def _unknown(target: str) -> PresetError:
         f"unknown preset {target}",
         hint=f"did you mean {', '.join(near)}?" if near else f"presets: {', '.join(preset_names())}",
     )
-
-
-class _FakeEmpty(TorchFunctionMode):
-    """`torch.empty`, which modules allocate parameters with, gives fakes; buffers are computed as usual."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is not torch.empty:
-            return func(*args, **(kwargs or {}))
-        with self._mode:
-            return func(*args, **(kwargs or {}))

@@ -32,6 +32,7 @@ from moec.runtime.metrics import METRICS
 from moec.runtime.ranks import Ranks
 from moec.runtime.watch import watched
 from moec.step import CompiledStep
+from moec.weights import check_weights
 
 
 def train_model(
@@ -42,20 +43,25 @@ def train_model(
     console: Console,
     on_step: Callable[[int, StepResult], None] | None = None,
     ranks: Ranks | None = None,
+    weights: Path | None = None,
 ) -> tuple[CompiledStep, TrainSummary]:
     """Compile a step for `model` and train; on resume the run's own artefact is used again where it fits.
 
-    Everything that can be wrong with the data or the folder is found before the compilation. On several connected ranks
-    all call it together, with OUT in a file system that they share: rank 0 compiles, and all load what it wrote.
+    weights: where a new run takes its first weights from, in place of the model's own (moec/weights.py).
+
+    Everything that can be wrong with the data, the weights or the folder is found before the compilation. On several
+    connected ranks all call it together, with OUT in a file system that they share: rank 0 compiles, and all load what
+    it wrote.
     """
     ranks = ranks or Ranks()
     with watched(watch_of(ranks, options.rank_seconds, lambda: "no step was made; start all ranks again")):
         _check_out(options)
         data = open_text(text, plan, training_view(model, plan).vocabulary, ranks)
+        start = _start(model, options, ranks, weights)
         if ranks.world == 1:
-            step = _compiled(model, plan, options, console)
+            step = _compiled(model, plan, options, console, start)
         else:
-            step = _compiled_once(model, plan, options, console, ranks)
+            step = _compiled_once(model, plan, options, console, ranks, start)
     return step, run(step, data, options, console, on_step, ranks)
 
 
@@ -97,12 +103,24 @@ def _check_rows(folder: Path, plan: Plan) -> None:
     )
 
 
-def _compiled(model: nn.Module, plan: Plan, options: RunOptions, console: Console) -> CompiledStep:
+def _start(model: nn.Module, options: RunOptions, ranks: Ranks, weights: Path | None) -> Path | None:
+    """Where the step takes its weights from: the last checkpoint where there is one to resume from, or `weights`."""
+    if options.resume:
+        device = next(model.parameters()).device
+        latest = first_rank_decides(lambda: str(latest_checkpoint(options.out / CHECKPOINTS) or ""), ranks, device)
+        if latest:
+            return Path(latest)
+    if weights is not None:
+        check_weights(model, weights, ranks)
+    return weights
+
+
+def _compiled(model: nn.Module, plan: Plan, options: RunOptions, console: Console, start: Path | None) -> CompiledStep:
     folder = options.out / ARTIFACT
     if options.resume and folder.is_dir():
         _check_rows(folder, plan)
         try:
-            step = moec.load(folder, model, plan=plan)
+            step = moec.load(folder, model, plan=plan, weights=start)
             write_plan(folder, plan)
             return step
         except ArtifactError as error:
@@ -110,13 +128,15 @@ def _compiled(model: nn.Module, plan: Plan, options: RunOptions, console: Consol
                 raise
             console.print(f"compiling again: {error.where} differs, {error.why}", highlight=False, markup=False)
     with console.status("compiling"):
-        step = moec.compile(model, plan)
+        step = moec.compile(model, plan, weights=start)
     step.save(_make_room(folder)).rename(folder)
     step.folder = folder
     return step
 
 
-def _compiled_once(model: nn.Module, plan: Plan, options: RunOptions, console: Console, ranks: Ranks) -> CompiledStep:
+def _compiled_once(
+    model: nn.Module, plan: Plan, options: RunOptions, console: Console, ranks: Ranks, start: Path | None
+) -> CompiledStep:
     folder = options.out / ARTIFACT
 
     def written() -> str:
@@ -136,7 +156,7 @@ def _compiled_once(model: nn.Module, plan: Plan, options: RunOptions, console: C
         return ""
 
     first_rank_decides(written, ranks, next(model.parameters()).device)
-    return moec.load(folder, model, plan=plan)
+    return moec.load(folder, model, plan=plan, weights=start)
 
 
 def _make_room(folder: Path) -> Path:

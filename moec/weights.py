@@ -10,8 +10,9 @@ are read a few rows at a time, so a rank that holds a part of the model reads th
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,29 +22,58 @@ from moec.compiler.pieces import Piece
 from moec.models.huggingface.adapter import is_huggingface
 from moec.models.k3 import published_pieces as k3_pieces
 from moec.models.k3.model import K3Model
-from moec.runtime.checkpoint import LATEST, MANIFEST, latest_checkpoint, read_manifest, read_weights
+from moec.runtime.checkpoint import LATEST, MANIFEST, latest_checkpoint
+from moec.runtime.checkpoint_weights import CheckpointWeights
 from moec.runtime.export import export_pieces
 from moec.runtime.inventory import Inventory
+from moec.runtime.ranks import Ranks
 from moec.runtime.state import StepState
+from moec.runtime.team import PeerError, Team
 from moec.runtime.tensor_file import Entry
 from moec.runtime.weight_files import FileWeights, file_entries
+from moec.runtime.weight_source import fill_module
 
 _OTHER_TOWERS = (r"vision_tower\.", r"mm_projector\.")
 _NAMED = 3
 
+T = TypeVar("T")
 
-@torch.no_grad()
+
 def load_weights(model: nn.Module, path: Path) -> None:
-    """Copy the weights at `path` into `model`; raises CheckpointError when they do not fit it."""
+    """Give `model`, which may be without data, the weights at `path`; CheckpointError when they do not fit it."""
+    fill_module(model, weights_at(model, path))
+
+
+def weights_at(model: nn.Module, path: Path, ranks: Ranks | None = None) -> FileWeights | CheckpointWeights:
+    """What lies at `path` as a source of the weights of `model`, which may be without data itself.
+
+    ranks: that read together, each of which looks for damage in its share of a checkpoint's files. Raises
+    CheckpointError when it does not fit the model.
+    """
     checkpoint = _checkpoint(path)
-    if checkpoint is not None:
-        _load_checkpoint(model, checkpoint)
-        return
-    source = file_weights(model, path)
-    for name, tensor in _saved(model).items():
-        value = source.buffer(name)
-        assert value is not None
-        tensor.copy_(value)
+    return file_weights(model, path) if checkpoint is None else _checkpoint_weights(model, checkpoint, ranks or Ranks())
+
+
+def check_weights(model: nn.Module, path: Path, ranks: Ranks) -> None:
+    """Raise CheckpointError, on every rank, when what lies at `path` does not fit the model or one cannot read it."""
+    on_every_rank(lambda: weights_at(model, path, ranks), path, ranks, next(model.parameters()).device)
+
+
+def on_every_rank(action: Callable[[], T], path: Path, ranks: Ranks, device: torch.device) -> T:
+    """What reading the weights at `path` gives; an error of one rank is a CheckpointError on all that says which."""
+    try:
+        return Team(ranks.rank, ranks.world, device).together(action)
+    except PeerError as error:
+        raise CheckpointError(
+            "the weights could not be read on every rank",
+            where=str(path),
+            why=error.what,
+            hint="give files that every rank can read",
+        ) from error
+    except OSError as error:
+        raise CheckpointError(
+            f"the weights at {path} cannot be read", where=error.filename or "", why=error.strerror or str(error)
+        ) from error
 
 
 def file_weights(model: nn.Module, path: Path) -> FileWeights:
@@ -64,7 +94,9 @@ def file_weights(model: nn.Module, path: Path) -> FileWeights:
                 f"unexpected tensor {name} in {entries[name].file}",
                 why=f"{type(model).__name__} has no weight of that name",
             )
-    return FileWeights(entries, pieces, {name: tuple(tensor.shape) for name, tensor in saved.items()})
+    source = FileWeights(entries, pieces, {name: tuple(tensor.shape) for name, tensor in saved.items()})
+    _check_dtypes(entries, (piece for piece in pieces if piece.path in saved), saved)
+    return source
 
 
 def save_published(state: StepState, model: nn.Module, folder: Path) -> Path:
@@ -123,13 +155,30 @@ def _checkpoint(path: Path) -> Path | None:
     return latest_checkpoint(path) if (path / LATEST).is_file() else None
 
 
-def _load_checkpoint(model: nn.Module, path: Path) -> None:
-    aliases = read_manifest(path)["aliases"]
-    buffers = dict(model.named_buffers(remove_duplicate=False))
-    targets = {}
-    for name, tensor in _saved(model).items():
-        group = "buffers" if name in buffers else "weights"
-        stored = aliases.get(name, name)
-        scalar = group == "weights" and not tensor.dim()
-        targets[f"{group}.{stored}"] = tensor.detach().view(1) if scalar else tensor.detach()
-    read_weights(path, targets)
+def _checkpoint_weights(model: nn.Module, path: Path, ranks: Ranks) -> CheckpointWeights:
+    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    shapes = {name: tuple(tensor.shape) for name, tensor in _saved(model).items()}
+    return CheckpointWeights(
+        path,
+        {name: shape for name, shape in shapes.items() if name not in buffers},
+        {name: shape for name, shape in shapes.items() if name in buffers},
+        rank=ranks.rank,
+        world=ranks.world,
+    )
+
+
+def _check_dtypes(entries: Mapping[str, Entry], pieces: Iterable[Piece], saved: Mapping[str, Tensor]) -> None:
+    """Floating-point numbers become others of 16 bits or more; nothing else changes its kind."""
+    for piece in pieces:
+        stored, wanted = entries[piece.name].dtype, saved[piece.path].dtype
+        if stored != wanted and not (_is_plain(stored) and _is_plain(wanted)):
+            raise CheckpointError(
+                f"{piece.name} in {entries[piece.name].file} is {stored}",
+                why=f"the model's {piece.path} is {wanted}"
+                + (", and a quantised weight is no value without its scales" if stored.is_floating_point else ""),
+                hint="convert the file first",
+            )
+
+
+def _is_plain(dtype: torch.dtype) -> bool:
+    return dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)

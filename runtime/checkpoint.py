@@ -119,30 +119,10 @@ def load_checkpoint(
     return _changes(manifest["settings"], settings or {})
 
 
-def read_weights(path: Path, targets: Mapping[str, Tensor]) -> None:
-    """Copy some of a checkpoint's tensors into whole ones of any dtype, by name ("weights.PATH", "buffers.PATH").
-
-    Needs neither ranks nor a state. A scalar weight has one dimension. Raises CheckpointError, with the targets
-    untouched, for damage, for a name that the checkpoint lacks and for another shape.
-    """
-    _check_files(path, read_manifest(path)["files"])
-    stored = _stored(path)
-    for name, target in targets.items():
-        shape = stored[name][0] if name in stored else None
-        if shape != list(target.shape):
-            raise CheckpointError(
-                f"the checkpoint lacks {name}" if shape is None else f"{name} in the checkpoint has shape {shape}",
-                where=str(path),
-                why="" if shape is None else f"the model's has {list(target.shape)}",
-                hint="it belongs to another model",
-            )
-    _load(path, targets)
-
-
 def _load(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Copy what a checkpoint holds into the tensors given by name; of DTensors, into this rank's part."""
     overlapping = {name: torch.empty_like(t).contiguous() for name, t in tensors.items() if overlaps_itself(t)}
-    with _without_warning():
+    with quietly():
         dcp.load({**tensors, **overlapping}, storage_reader=dcp.FileSystemReader(path), no_dist=True)
     for name, values in overlapping.items():
         if not write_overlapping(tensors[name], values):
@@ -154,7 +134,7 @@ def _load(path: Path, tensors: Mapping[str, Tensor]) -> None:
             )
 
 
-def _stored(path: Path) -> dict[str, tuple[list[int], torch.dtype]]:
+def stored_tensors(path: Path) -> dict[str, tuple[list[int], torch.dtype]]:
     """Shape and dtype of everything in a checkpoint, by name."""
     metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     return {
@@ -175,8 +155,8 @@ def latest_checkpoint(folder: Path) -> Path | None:
 
 
 @contextmanager
-def _without_warning() -> Iterator[None]:
-    """torch warns about running without a process group even when told to."""
+def quietly() -> Iterator[None]:
+    """A context for dcp: torch warns about running without a process group even when told to."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         yield
@@ -200,7 +180,7 @@ def _start(folder: Path) -> None:
 
 
 def _write_tensors(partial: Path, state: StepState, team: Team) -> None:
-    with _without_warning():
+    with quietly():
         writer = dcp.FileSystemWriter(partial, sync_files=True)
         dcp.save(state.tensors(), storage_writer=writer, no_dist=team.world == 1)
 
@@ -275,7 +255,7 @@ def _checked(
 ) -> dict[str, Any]:
     """The manifest of a checkpoint that fits; each rank looks at its share of the files."""
     manifest = read_manifest(path)
-    _check_files(path, dict(sorted(manifest["files"].items())[team.rank :: team.world]))
+    check_files(path, dict(sorted(manifest["files"].items())[team.rank :: team.world]))
     _check_tensors(path, tensors)
     _check_paths(path, "optimizer updates", manifest["updates"], state.updates)
     _check_fingerprint(path, manifest["fingerprint"], fingerprint)
@@ -320,7 +300,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def _check_files(path: Path, files: Mapping[str, tuple[int, int]]) -> None:
+def check_files(path: Path, files: Mapping[str, tuple[int, int]]) -> None:
+    """Compare files with what the manifest says of them; raises CheckpointError for damage."""
     for name, (size, checksum) in files.items():
         if not (path / name).is_file():
             raise _damaged(path, f"{name} is missing")
@@ -379,7 +360,7 @@ def _flatten(fields: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _check_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    stored = _stored(path)
+    stored = stored_tensors(path)
     _check_paths(path, "tensors", stored, tensors)
     for name, tensor in tensors.items():
         shape, dtype = stored[name]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from moec.compiler.deferred import make_buffers, recording_of
 from moec.compiler.errors import ArtifactError, UnsupportedModelError
 from moec.compiler.fake import is_fake
 from moec.compiler.layout import BucketInstance, Role, ShardedWeight, rows_of_rank, rows_per_rank
@@ -24,7 +25,7 @@ from moec.runtime.inventory import Inventory, check_memory_is_apart, check_weigh
 from moec.runtime.model_watch import ModelWatch
 from moec.runtime.placements import PlacedParameter, Placements, ScalarReplica
 from moec.runtime.state import StepState
-from moec.runtime.weight_source import ModuleWeights, WeightSource
+from moec.runtime.weight_source import ModuleWeights, Part, WeightSource
 
 
 @dataclass(frozen=True)
@@ -74,17 +75,20 @@ class ShardedState(StepState):
     ) -> ShardedState:
         """The state of rank `rank` for a module, which stays as it is.
 
-        source: where the values come from; by default the module, which then holds all of them. With a source the
-        module's parameters may be fakes or on the meta device, and no rank ever holds more than its part and the rows
-        at hand. device: of the shards, by default that of the parameters.
+        source: where the values come from; by default the module, which holds all of them or was built in
+        `deferred_init` and makes one after the other. With a source the module's parameters may be fakes or on the meta
+        device. So no rank ever holds more than its part and one weight. device: of the shards, by default that of the
+        parameters.
 
         Raises UnsupportedModelError for a trainable weight in no bucket and for parameters or buffers without data,
         ArtifactError for buckets that belong to another model.
         """
+        make_buffers(module)
         inventory = Inventory.of(module, without_gradient)
+        check_memory_is_apart(inventory)
         if source is None:
-            check_weights_have_data(inventory)
-            check_memory_is_apart(inventory)
+            if recording_of(module) is None:
+                check_weights_have_data(inventory)
             source = ModuleWeights(module)
         return cls.of(inventory, source, buckets=buckets, mesh=mesh, rank=rank, device=device)
 
@@ -107,15 +111,17 @@ class ShardedState(StepState):
             name: torch.zeros(bucket.layout.nbytes, dtype=torch.uint8, device=place) for name, bucket in buckets.items()
         }
         weights: dict[str, Tensor] = {}
+        parts = []
         for path, whole in inventory.weights.items():
             if path in inventory.aliases:
                 weights[path] = weights[inventory.aliases[path]]
             elif path in shards:
-                weights[path] = _filled(
-                    _view(flats[shards[path].bucket], shards[path]), path, shards[path].rows, source
-                )
+                weights[path] = _view(flats[shards[path].bucket], shards[path])
+                parts.append(Part(path, shards[path].rows, weights[path]))
             else:
-                weights[path] = _whole(path, whole, source, place)
+                weights[path] = _whole(whole, place)
+                parts.append(Part.whole(path, weights[path]))
+        source.fill(parts)
         buffers = {path: _buffer(path, buffer, inventory, source) for path, buffer in inventory.buffers.items()}
         return cls(
             **{**vars(inventory), "weights": weights, "buffers": buffers},
@@ -340,24 +346,9 @@ def _typed(flat: Tensor, weight: ShardedWeight, shape: tuple[int, ...]) -> Tenso
     return empty.set_(flat.untyped_storage(), start, shape, stride)  # type: ignore[call-overload]
 
 
-@torch.no_grad()
-def _filled(view: Tensor, path: str, rows: range, source: WeightSource) -> Tensor:
-    values = source.rows(path, rows)
-    if values.shape != view.shape:
-        raise ArtifactError(
-            f"rows {rows.start} to {rows.stop} of {path} have shape {list(values.shape)}",
-            why=f"expected {list(view.shape)}",
-        )
-    return view.copy_(values)
-
-
-@torch.no_grad()
-def _whole(path: str, weight: Tensor, source: WeightSource, device: torch.device) -> Tensor:
+def _whole(weight: Tensor, device: torch.device) -> Tensor:
     """A weight that no program reads and nothing trains: the caller's own, or a copy on every rank."""
-    value = torch.empty(weight.shape, dtype=weight.dtype, device=device) if is_fake(weight) else weight
-    view = value if value.dim() else value.view(1)
-    _filled(view, path, range(view.shape[0]), source)
-    return value
+    return torch.empty(weight.shape, dtype=weight.dtype, device=device) if is_fake(weight) else weight
 
 
 @torch.no_grad()
@@ -366,7 +357,7 @@ def _buffer(path: str, buffer: Tensor, inventory: Inventory, source: WeightSourc
         raise UnsupportedModelError(
             f"buffer {path} has no data",
             why="only parameters may be on the meta device or fakes",
-            hint="build the model with moec.targets.fake_target, which leaves buffers real",
+            hint="build the model within moec.deferred_init(), which makes buffers",
         )
     saved = None if path in inventory.derived_buffers or path in inventory.aliases else source.buffer(path)
     return buffer if saved is None else buffer.copy_(saved)

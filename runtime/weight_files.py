@@ -14,6 +14,7 @@ from moec.compiler.errors import CheckpointError
 from moec.compiler.pieces import Piece, by_weight
 from moec.runtime.export import INDEX
 from moec.runtime.tensor_file import Entry, read_entries
+from moec.runtime.weight_source import Part
 
 _NAMED = 3
 
@@ -75,8 +76,13 @@ class FileWeights:
                     why=f"{piece.path} needs {list(piece.shape)}",
                 )
 
+    def fill(self, parts: Sequence[Part]) -> None:
+        """See `WeightSource`; of each part, the rows alone are read."""
+        for part in parts:
+            part.take(self.rows(part.path, part.rows))
+
     def rows(self, path: str, rows: range) -> Tensor:
-        """See `WeightSource`; in the dtype of the file."""
+        """Rows of a weight, [len(rows), ...] in the dtype of the file."""
         inner = self._shapes[path][1:]
         width = math.prod(inner)
         return self._elements(path, rows.start * width, rows.stop * width).view(len(rows), *inner)

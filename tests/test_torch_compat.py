@@ -62,6 +62,16 @@ def probe_unset_fake() -> bool:
         return torch.ones(2).tolist() == [1.0, 1.0]
 
 
+def probe_data_dependent() -> bool:
+    with mode():
+        value = torch.ones(2)
+        try:
+            torch.ops.aten.equal.default(value, value)
+        except compat.DataDependentOutputException:
+            return True
+    return False
+
+
 def probe_op() -> bool:
     op = torch.ops.aten.mul.Tensor
     return isinstance(op, compat.OpOverload) and op._schema.name == "aten::mul"
@@ -196,6 +206,7 @@ PROBES: dict[str, Callable[[], bool]] = {
     "AOTInput": lambda: issubclass(compat.PlainAOTInput, compat.AOTInput),
     "AOTOutput": lambda: issubclass(compat.PlainAOTOutput, compat.AOTOutput),
     "BoxedCodeGen": probe_boxed,
+    "DataDependentOutputException": probe_data_dependent,
     "FakeTensor": probe_fake,
     "FakeTensorMode": probe_fake,
     "GradAOTOutput": probe_outputs,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from moec.compiler.plan import MeshPlan
 from moec.runtime import ShardedState, StepState, export_weights, tensor_file
 from moec.runtime.export import INDEX, export_pieces
 from moec.runtime.weight_files import FileWeights, file_entries
+from moec.runtime.weight_source import Part
 from tests.runtime.sharded_toy import Model, buckets, joined, model
 from tests.runtime.test_export import published
 
@@ -155,8 +157,8 @@ def test_buffers_must_have_data(tmp_path: Path) -> None:
 
 def test_a_source_that_gives_other_rows_is_an_error() -> None:
     class Wrong:
-        def rows(self, path: str, rows: range) -> torch.Tensor:
-            return torch.zeros(1)
+        def fill(self, parts: Sequence[Part]) -> None:
+            next(part for part in parts if part.path == "unused").take(torch.zeros(1))
 
         def buffer(self, path: str) -> None:
             return None
