@@ -166,6 +166,27 @@ def rows_held(size: int, ranks: int, rank: int) -> range:
     return range(min(rank * rows, size), min((rank + 1) * rows, size))
 
 
+def expert_places(experts: int, ranks: int, parts: int) -> tuple[int, ...]:
+    """For each expert its place on the rank that holds it, of `ranks` that share them: as its part is gathered.
+
+    A rank's part lies on `parts` ranks in turn, `ceil(ceil(experts / ranks) / parts)` rows on each; a part with fewer
+    experts than the others is spread over all of them too, so places between its experts stay empty.
+    """
+    share = rows_per_rank(experts, ranks)
+    room = rows_per_rank(share, parts)
+    places = []
+    for first in range(0, experts, share):
+        held = min(share, experts - first)
+        each = rows_per_rank(held, parts)
+        places += [index // each * room + index % each for index in range(held)]
+    return tuple(places)
+
+
+def places_per_rank(experts: int, ranks: int, parts: int) -> int:
+    """Places for experts on each rank, empty ones included."""
+    return 1 + max(expert_places(experts, ranks, parts))
+
+
 def rows_of_rank(role: Role, size: int, mesh: MeshPlan, rank: int) -> range:
     """The rows of a weight of `size` rows in all that rank `rank` of a mesh holds.
 

@@ -5,7 +5,8 @@ In every region permute -> ... -> unpermute with grouped_linear inside (`expert_
 1. `exchange_counts` of the region's offsets, once for forward and backward;
 2. `exchange` of the rows behind the permute, and `exchange_back` before the unpermute;
 3. the products take the offsets of the local experts, `local_offsets`;
-4. the experts' weights shrink to [ceil(E / ep), ...], and are marked in the unit's signature;
+4. the experts' weights shrink to those of one rank, [ceil(E / ep), ...], with room for places that stay empty where E
+   does not divide (`expert_places` of compiler/layout.py), and are marked in the unit's signature;
 5. what lies between is traced anew: its number of rows is data from now on. Sizes written out are read off the rows.
 
 With mesh.capacity the padded forms take their place, whose shapes are fixed, and the rows beyond the capacity become a
@@ -25,6 +26,7 @@ from torch import fx
 
 from moec.compiler.errors import PassError, PlanError, UnsupportedModelError
 from moec.compiler.graph import OutputValue, Unit, module_path
+from moec.compiler.layout import places_per_rank
 from moec.compiler.nodes import describe
 from moec.compiler.pass_manager import NearMiss, Pass, PassContext, Report
 from moec.compiler.plan import MeshPlan, Plan
@@ -106,7 +108,7 @@ def _check_count(region: Region, mesh: MeshPlan) -> None:
 
 
 def _local(experts: int, mesh: MeshPlan) -> int:
-    return -(-experts // mesh.ep)
+    return places_per_rank(experts, mesh.ep, mesh.edp)
 
 
 def _shard(region: Region, stack: Stack, plan: Plan) -> list[tuple[OutputValue, fx.Node]]:
@@ -123,11 +125,13 @@ def _shard(region: Region, stack: Stack, plan: Plan) -> list[tuple[OutputValue, 
     region.permute.append(region.rows)
     before = Rewriter(region.permute.graph, [region.permute], region.permute)
     before.after_inputs([region.rows, region.offsets], [])
-    counts = before.call(_OPS.exchange_counts.default, region.offsets, plan.mesh.ep, local, ROLE)
+    # Only experts that do not divide leave places empty between others.
+    parts = (plan.mesh.edp,) if region.experts % plan.mesh.ep and plan.mesh.edp > 1 else ()
+    counts = before.call(_OPS.exchange_counts.default, region.offsets, plan.mesh.ep, local, ROLE, *parts)
     offsets = before.call(_OPS.local_offsets.default, counts, capacity)
     over = []
     if capacity:
-        rows = before.call(_OPS.overflow.default, counts, region.experts, capacity)
+        rows = before.call(_OPS.overflow.default, counts, region.experts, capacity, *parts)
         over = [(OutputValue("overflow", module_path(region.permute), capacity), rows)]
     if capacity:
         received = before.call(_OPS.exchange_padded.default, region.rows, counts, capacity, ROLE)

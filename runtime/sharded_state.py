@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from moec.compiler.deferred import make_buffers, recording_of
 from moec.compiler.errors import ArtifactError, UnsupportedModelError
 from moec.compiler.fake import is_fake
-from moec.compiler.layout import BucketInstance, Role, ShardedWeight, rows_of_rank, rows_per_rank
+from moec.compiler.layout import BucketInstance, Role, ShardedWeight, places_per_rank, rows_of_rank
 from moec.compiler.plan import MeshPlan
 from moec.runtime.inventory import Inventory, check_memory_is_apart, check_weights_have_data
 from moec.runtime.model_watch import ModelWatch
@@ -297,14 +297,7 @@ def _check_shape(
 ) -> None:
     gathered = shape
     if role == "experts":
-        if shape[0] % mesh.ep and mesh.edp > 1:
-            raise UnsupportedModelError(
-                f"{path} has {shape[0]} experts, which {mesh.ep} ranks cannot share evenly",
-                where=f"mesh.fsdp {mesh.fsdp}, mesh.ep {mesh.ep}",
-                why=f"each part is split further over {mesh.edp} ranks, which needs parts of one size",
-                hint="choose mesh.ep to divide the number of experts, or mesh.fsdp equal to mesh.ep",
-            )
-        gathered = (rows_per_rank(shape[0], mesh.ep), *shape[1:])
+        gathered = (places_per_rank(shape[0], mesh.ep, mesh.edp), *shape[1:])
     if weight.shape != gathered or weight.torch_dtype != dtype:
         raise _stale(
             f"{path} is {weight.dtype} {list(weight.shape)} in its bucket", f"the model has {dtype} {list(gathered)}"

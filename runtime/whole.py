@@ -28,7 +28,7 @@ def whole(state: ShardedState, path: str, local: Tensor) -> Tensor:
         return _joined(local, shape[0], mesh.world, "gather").reshape(shard.shape)
     share = rows_per_rank(shape[0], mesh.ep)
     held = min(share, max(0, shape[0] - share * (state.rank % mesh.ep)))
-    mine = _joined(local, held, mesh.edp, "expert_gather") if mesh.edp > 1 else local
+    mine = _joined_part(local, held, rows_per_rank(share, mesh.edp), mesh.edp) if mesh.edp > 1 else local
     return _joined(mine, shape[0], mesh.ep, "exchange").reshape(shard.shape)
 
 
@@ -46,11 +46,26 @@ def whole_weights(state: ShardedState, of: Mapping[str, Tensor] | None = None) -
     }
 
 
+def _joined_part(local: Tensor, held: int, room: int, ranks: int) -> Tensor:
+    """The `held` experts of one rank of the exchange, which lie on `ranks` ranks; each sends `room` rows, all the same.
+
+    Ranks of a part without experts take part too: all parts meet in one collective of a program.
+    """
+    each = rows_per_rank(held, ranks)
+    joined = _joined(_with_room(local, room), ranks * room, ranks, "expert_gather")
+    return joined.unflatten(0, (ranks, room))[:, :each].flatten(0, 1)[:held]
+
+
+def _with_room(local: Tensor, rows: int) -> Tensor:
+    padded = local.new_zeros(rows, *local.shape[1:])
+    padded[: local.shape[0]] = local
+    return padded
+
+
 def _joined(local: Tensor, size: int, ranks: int, role: str) -> Tensor:
     """Rows of all ranks of a role, one after the other, cut to `size`; each gives its rows padded to as many."""
     rows, rest = rows_per_rank(size, ranks), tuple(local.shape[1:])
-    given = local.new_zeros(rows, *rest)
-    given[: local.shape[0]] = local
+    given = _with_room(local, rows)
     flat = given.reshape(-1)
     if not math.prod(given.shape):
         return local.new_zeros(size, *rest)

@@ -1,9 +1,10 @@
 """Rows to the ranks that hold their experts, and back: exchange_counts, local_offsets, exchange, exchange_back.
 
-Expert e lives on rank e // L of the ranks that share the experts, L = ceil(E / ranks); where E does not divide, the
-last expert numbers belong to nobody and have no rows. `counts` int64 [2, ranks, L] is known to both sides of an
-exchange and taken once per layer and microbatch: counts[0, r, e] rows go to rank r for its expert e, counts[1, r, e]
-rows come from rank r for expert e of this one.
+Expert e lives on rank e // ceil(E / ranks) of the ranks that share the experts, at one of L places in the order of the
+experts (`expert_places` of compiler/layout.py); where E does not divide, some places belong to nobody and have no rows.
+`parts` is the number of ranks that each rank's experts are sharded over. `counts` int64 [2, ranks, L] is known to both
+sides of an exchange and taken once per layer and microbatch: counts[0, r, e] rows go to rank r for its place e,
+counts[1, r, e] rows come from rank r for place e of this one.
 
 1. `exchange_counts`: one even All-to-All of the rows per expert.
 2. `exchange`: the rows of `permute`, sorted by expert, go to their ranks (uneven All-to-All, sizes read by the host);
@@ -20,22 +21,22 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from moec.compiler.collectives import register_composite
 from moec.compiler.dialect._define import define_op
 from moec.compiler.dialect.registry import expect_size
+from moec.compiler.layout import places_per_rank, rows_per_rank
 
 _SOURCE = "GShard, arXiv 2006.16668 (dispatch and combine, capacity)"
 
 
-def exchange_counts(offsets: Tensor, *, ranks: int, local_experts: int, role: str) -> Tensor:
+def exchange_counts(offsets: Tensor, *, ranks: int, local_experts: int, role: str, parts: int = 1) -> Tensor:
     """Rows per rank and expert, sent and received: offsets int32 [E] of `permute` -> int64 [2, ranks, local_experts].
 
     role: name of the process group of the ranks that share the experts.
     """
-    return torch.ops.moec.exchange_counts(offsets, ranks, local_experts, role)
+    return torch.ops.moec.exchange_counts(offsets, ranks, local_experts, role, parts)
 
 
 def local_offsets(counts: Tensor, *, capacity: int = 0) -> Tensor:
@@ -63,22 +64,23 @@ def exchange_padded_back(rows: Tensor, counts: Tensor, count: int, *, capacity: 
     return torch.ops.moec.exchange_padded_back(rows, counts, count, capacity, role)
 
 
-def overflow(counts: Tensor, *, experts: int, capacity: int) -> Tensor:
+def overflow(counts: Tensor, *, experts: int, capacity: int, parts: int = 1) -> Tensor:
     """Rows of this rank beyond the capacity, per expert: int64 [experts]."""
-    return torch.ops.moec.overflow(counts, experts, capacity)
+    return torch.ops.moec.overflow(counts, experts, capacity, parts)
 
 
 # counts
 
 
-def _exchange_counts(offsets: Tensor, ranks: int, local_experts: int, role: str) -> Tensor:
+def _exchange_counts(offsets: Tensor, ranks: int, local_experts: int, role: str, parts: int = 1) -> Tensor:
     rows = offsets.long().diff(prepend=offsets.new_zeros(1, dtype=torch.int64))
-    sent = F.pad(rows, (0, ranks * local_experts - rows.shape[0])).view(ranks, local_experts)
+    places = _places_of(rows.shape[0], ranks, local_experts, parts, rows.device)
+    sent = rows.new_zeros(ranks * local_experts).index_copy_(0, places, rows).view(ranks, local_experts)
     return torch.stack((sent, _all_to_all(sent, [1] * ranks, [1] * ranks, role)))
 
 
-def _exchange_counts_fake(offsets: Tensor, ranks: int, local_experts: int, role: str) -> Tensor:
-    if not ranks * local_experts - ranks < offsets.shape[0] <= ranks * local_experts:
+def _exchange_counts_fake(offsets: Tensor, ranks: int, local_experts: int, role: str, parts: int) -> Tensor:
+    if local_experts != places_per_rank(offsets.shape[0], ranks, parts):
         raise ValueError(f"moec::exchange_counts: {offsets.shape[0]} experts are not {local_experts} on {ranks} ranks")
     return offsets.new_empty(2, ranks, local_experts, dtype=torch.int64)
 
@@ -91,12 +93,23 @@ def _local_offsets_fake(counts: Tensor, capacity: int) -> Tensor:
     return counts.new_empty(counts.shape[2], dtype=torch.int32)
 
 
-def _overflow(counts: Tensor, experts: int, capacity: int) -> Tensor:
-    return (counts[0].flatten()[:experts] - capacity).clamp_min(0)
+def _overflow(counts: Tensor, experts: int, capacity: int, parts: int = 1) -> Tensor:
+    _, ranks, local = counts.shape
+    places = _places_of(experts, ranks, local, parts, counts.device)
+    return (counts[0].flatten().index_select(0, places) - capacity).clamp_min(0)
 
 
-def _overflow_fake(counts: Tensor, experts: int, capacity: int) -> Tensor:
+def _overflow_fake(counts: Tensor, experts: int, capacity: int, parts: int) -> Tensor:
     return counts.new_empty(experts)
+
+
+def _places_of(experts: int, ranks: int, local: int, parts: int, device: torch.device) -> Tensor:
+    """`rank * local + place` of every expert, int64 [experts]: `expert_places`, without a copy from the host."""
+    share = rows_per_rank(experts, ranks)
+    expert = torch.arange(experts, device=device)
+    rank, index = expert // share, expert % share
+    each = ((experts - rank * share).clamp_max(share) + parts - 1) // parts
+    return rank * local + index // each * rows_per_rank(share, parts) + index % each
 
 
 def _delivered(rows: Tensor, capacity: int) -> Tensor:
@@ -242,7 +255,7 @@ def _exchange_padded_back_gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 _COUNTS = define_op(
     "exchange_counts",
-    "(Tensor offsets, int ranks, int local_experts, str role) -> Tensor counts",
+    "(Tensor offsets, int ranks, int local_experts, str role, int parts=1) -> Tensor counts",
     _exchange_counts,
     _exchange_counts_fake,
     shapes={"offsets": "E"},
@@ -265,7 +278,7 @@ define_op(
 
 define_op(
     "overflow",
-    "(Tensor counts, int experts, int capacity) -> Tensor overflow",
+    "(Tensor counts, int experts, int capacity, int parts=1) -> Tensor overflow",
     _overflow,
     _overflow_fake,
     shapes={"counts": "_ _ _"},

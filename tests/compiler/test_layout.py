@@ -10,7 +10,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moec.compiler.layout import BucketInstance, BucketLayout, rows_held
+from moec.compiler.layout import (
+    BucketInstance,
+    BucketLayout,
+    expert_places,
+    places_per_rank,
+    rows_held,
+    rows_of_rank,
+    rows_per_rank,
+)
+from moec.compiler.plan import MeshPlan
 
 Entry = tuple[str, tuple[int, ...], str, bool]
 
@@ -59,6 +68,27 @@ def test_rows_are_those_of_torch_chunk(size: int, ranks: int) -> None:
     chunks = [*values.chunk(ranks), *[values[:0]] * ranks][:ranks]
     found = [values[rows.start : rows.stop] for rows in (rows_held(size, ranks, rank) for rank in range(ranks))]
     assert [part.tolist() for part in found] == [chunk.tolist() for chunk in chunks]
+
+
+@given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 5))
+def test_places_of_experts_are_where_a_gather_puts_them(experts: int, ranks: int, parts: int) -> None:
+    """In the order of the experts, and at the same place for a rank's rows wherever its part ends."""
+    mesh = MeshPlan(fsdp=ranks * parts, ep=ranks)
+    room = rows_per_rank(rows_per_rank(experts, ranks), parts)
+    places = expert_places(experts, ranks, parts)
+    seen: dict[int, list[int]] = {}
+    for rank in range(mesh.world):
+        for index, expert in enumerate(rows_of_rank("experts", experts, mesh, rank)):
+            assert places[expert] == rank // ranks * room + index
+            seen.setdefault(rank % ranks, []).append(expert)
+    assert sorted(expert for part in seen.values() for expert in part) == list(range(experts))
+    for part in seen.values():
+        assert [places[expert] for expert in sorted(part)] == sorted(places[expert] for expert in part)
+    size = places_per_rank(experts, ranks, parts)
+    assert rows_per_rank(experts, ranks) <= size <= parts * room
+    assert rows_per_rank(size, parts) == room, "a weight with these places is sharded as its experts are"
+    if experts % ranks == 0:
+        assert list(places) == [expert % (experts // ranks) for expert in range(experts)]
 
 
 def test_a_bucket_by_hand() -> None:

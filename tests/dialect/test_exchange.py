@@ -14,6 +14,7 @@ from torch import Tensor
 from moec.compiler import dialect
 from moec.compiler._torch_compat import FakeTensorMode, ShapeEnv
 from moec.compiler.dialect.registry import DEFINITIONS, nbytes
+from moec.compiler.layout import expert_places, places_per_rank
 from moec.compiler.plan import MeshPlan
 from moec.runtime.simulate import simulate
 from tests.dialect.checks import poisoned_memory
@@ -188,6 +189,28 @@ def test_any_routing(data: st.DataObject) -> None:
     for rank, ((received, back), wanted) in enumerate(zip(on_ranks(cases, run), received_by_hand(cases), strict=True)):
         assert received.equal(wanted)
         assert back.equal(rows_of(cases, rank))
+
+
+@pytest.mark.parametrize(("experts", "ranks", "parts"), [(8, 3, 2), (5, 2, 2), (6, 4, 2), (7, 2, 3)])
+def test_places_may_stay_empty_between_experts(experts: int, ranks: int, parts: int) -> None:
+    places, local = expert_places(experts, ranks, parts), places_per_rank(experts, ranks, parts)
+    assert any(places[i + 1] - places[i] > 1 for i in range(experts - 1)) or experts == 6
+    rows = torch.randint(0, 4, (ranks, experts), generator=torch.Generator().manual_seed(0))
+
+    def run(rank: int) -> tuple[Tensor, Tensor]:
+        offsets = rows[rank].cumsum(0).to(torch.int32)
+        counts = dialect.exchange_counts(offsets, ranks=ranks, local_experts=local, role="exchange", parts=parts)
+        return counts, dialect.overflow(counts, experts=experts, capacity=2, parts=parts)
+
+    share = -(-experts // ranks)
+    for rank, (counts, over) in enumerate(simulate(MeshPlan(fsdp=ranks, ep=ranks), run)):
+        expected = torch.zeros(2, ranks, local, dtype=torch.int64)
+        for expert in range(experts):
+            expected[0, expert // share, places[expert]] = rows[rank, expert]
+            if expert // share == rank:
+                expected[1, :, places[expert]] = rows[:, expert]
+        assert torch.equal(counts, expected)
+        assert torch.equal(over, (rows[rank] - 2).clamp_min(0))
 
 
 def test_ranks_without_experts_get_nothing() -> None:

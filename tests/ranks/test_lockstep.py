@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import cast
 
 import pytest
 import torch
 
 import moec
+from moec.models.k3.model import K3Model
 from moec.placing import UnconnectedStep
 from moec.rank_checks import joined_batches, joined_plan, verify_lockstep
+from tests.moec.small_models import SMALL_K3
 from tests.ranks.models import HUGGINGFACE, MESHES, PRESETS, model_of, needs_transformers, plan_of
 
 QUICK = ((2, 1), (4, 2), (3, 3))
@@ -38,6 +41,26 @@ def test_ranks_of_every_mesh_equal_one_rank(fsdp: int, ep: int) -> None:
 @pytest.mark.parametrize(("fsdp", "ep"), MESHES)
 def test_sparse_attention_on_ranks(fsdp: int, ep: int) -> None:
     check("k3-dsa-tiny", fsdp, ep)
+
+
+@pytest.mark.parametrize(
+    ("experts", "fsdp", "ep", "mesh"),
+    [
+        (5, 4, 2, {}),
+        (8, 6, 3, {"capacity": 8.0}),
+        pytest.param(8, 6, 3, {}, marks=pytest.mark.slow),
+        pytest.param(6, 8, 4, {}, marks=pytest.mark.slow),
+        pytest.param(5, 6, 2, {"gather": "keep"}, marks=pytest.mark.slow),
+    ],
+)
+def test_experts_that_do_not_divide_are_sharded_further(
+    experts: int, fsdp: int, ep: int, mesh: dict[str, object]
+) -> None:
+    """A part of fewer experts than the others is spread over as many ranks, so places between its experts are empty."""
+    torch.manual_seed(0)
+    model = K3Model(replace(SMALL_K3, experts=experts)).train()
+    report = verify_lockstep(model, plan_of(fsdp, ep, packing=True, **mesh))
+    assert report.equal, str(report)
 
 
 @pytest.mark.slow

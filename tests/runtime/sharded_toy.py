@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from moec.compiler.layout import BucketInstance, BucketLayout, Role, rows_per_rank
+from moec.compiler.layout import BucketInstance, BucketLayout, Role, places_per_rank
 from moec.compiler.plan import MeshPlan
 from moec.runtime.sharded_state import ShardedState
 
@@ -101,6 +101,6 @@ def _layout(role: Role, mesh: MeshPlan, weights: Mapping[str, Tensor]) -> Bucket
     for name, weight in weights.items():
         shape = tuple(weight.shape)
         if role == "experts":
-            shape = (rows_per_rank(shape[0], mesh.ep), *shape[1:])
+            shape = (places_per_rank(shape[0], mesh.ep, mesh.edp), *shape[1:])
         entries.append((name, shape, str(weight.dtype).removeprefix("torch."), weight.requires_grad))
     return BucketLayout.of(role, mesh.world if role == "dense" else mesh.edp, entries)

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from moec.compiler import dialect
 from moec.compiler.errors import ArtifactError, UnsupportedModelError
-from moec.compiler.layout import BucketInstance, BucketLayout
+from moec.compiler.layout import BucketInstance, BucketLayout, expert_places
 from moec.compiler.plan import MeshPlan
 from moec.runtime import ShardedState, StepState, adamw, clip_gradients, parameter_groups
 from moec.runtime.simulate import simulate
+from moec.runtime.whole import whole_weights
 from tests.runtime.sharded_toy import Model, buckets, joined, model, state, states
 
 MESHES = [(1, 1), (2, 1), (2, 2), (3, 1), (3, 3), (4, 2), (4, 4), (6, 3), (8, 2)]
@@ -201,9 +202,42 @@ def test_buckets_of_another_model_or_mesh_are_refused() -> None:
         state(whole, mesh, 0).accumulate_shard("layers.0", torch.zeros(7))
 
 
-def test_experts_that_cannot_be_split_twice_are_refused_by_name() -> None:
-    with pytest.raises(UnsupportedModelError, match="experts has 5 experts, which 2 ranks cannot share evenly"):
-        states(model(experts=5), MeshPlan(fsdp=4, ep=2))
+@pytest.mark.parametrize(
+    ("experts", "fsdp", "ep", "rows"),
+    [
+        (5, 4, 2, [range(2), range(3, 4), range(2, 3), range(4, 5)]),
+        (8, 6, 3, [range(2), range(3, 5), range(6, 7), range(2, 3), range(5, 6), range(7, 8)]),
+        (
+            6,
+            8,
+            4,
+            [range(1), range(2, 3), range(4, 5), range(6, 6), range(1, 2), range(3, 4), range(5, 6), range(6, 6)],
+        ),
+    ],
+)
+def test_uneven_experts_are_split_twice_and_gathered_to_their_places(
+    experts: int, fsdp: int, ep: int, rows: list[range]
+) -> None:
+    """Stored as DTensor stores them, without padding; a gathered part has empty places between its experts."""
+    whole, mesh = model(experts=experts), MeshPlan(fsdp=fsdp, ep=ep)
+    parts = states(whole, mesh)
+    assert [part.shards["layers.0.experts"].rows for part in parts] == rows
+    assert [part.weights["layers.0.experts"].shape[0] for part in parts] == [len(held) for held in rows]
+    expected, bucket = whole.layers[0].experts, parts[0].buckets["layers.0:experts"]  # type: ignore[union-attr]
+    ((_, weight),) = bucket.paths()
+    places, share = expert_places(experts, ep, mesh.edp), -(-experts // ep)
+    for first in range(ep):
+        gathered = torch.cat([part.shard("layers.0:experts") for part in parts[first::ep]])
+        found = dialect.unshard(gathered, mesh.edp, weight.offset, weight.shape, weight.torch_dtype)
+        for expert in range(first * share, min((first + 1) * share, experts)):
+            assert torch.equal(found[places[expert]], expected[expert])
+    assert all(
+        torch.equal(value, whole.get_parameter(path))
+        for value, path in zip(
+            simulate(mesh, lambda rank: whole_weights(parts[rank]))[fsdp - 1].values(), parts[0].weights, strict=False
+        )
+        if path == "layers.0.experts"
+    )
 
 
 def test_checkpoints_need_processes() -> None:
