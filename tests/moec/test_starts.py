@@ -121,7 +121,7 @@ def test_parameters_of_a_deferred_model_that_share_memory_are_refused() -> None:
     with moec.deferred_init():
         model = nn.ParameterDict({"a": torch.empty(4, 4)})
         model["b"] = nn.Parameter(model["a"].detach()[1:])
-    with pytest.raises(moec.MoecError, match="parameters a and b share memory but are different tensors"):
+    with pytest.raises(moec.MoecError, match="parameter a and parameter b share memory but are different tensors"):
         ShardedState.from_module(model, buckets={}, mesh=MESH, rank=0)
 
 
