@@ -319,13 +319,14 @@ def _log_rows(work: Path) -> Rows:
 
 def _compile_time_rows(_: Path) -> Rows:
     return [
-        ["model", "layers", "parameters", "seconds", "peak memory", "lines of `step.py`"],
+        ["model", "layers", "parameters", "seconds", "of processor time", "peak memory", "lines of `step.py`"],
         *(
             [
                 Path(row["target"]).parent.name or row["target"],
                 str(row["layers"]),
                 f"{row['parameters'] / 1e9:,.1f}B",
                 f"{row['seconds']:.1f}",
+                f"{row['cpu_seconds']:.1f}" if "cpu_seconds" in row else "-",
                 f"{row['peak_gib']:.2f} GiB",
                 f"{row['lines']:,}",
             ]
