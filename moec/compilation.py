@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -12,10 +13,12 @@ from moec.compiler.capture import Capture
 from moec.compiler.layout import BucketInstance
 from moec.compiler.log import PassLog
 from moec.compiler.partition import Partitioned
+from moec.compiler.placement import PlacementPass
 from moec.compiler.plan import Plan
 from moec.compiler.printer import StageGraphs
 from moec.compiler.view import TrainingView
 from moec.compiler.wire import Collective, microbatch_collectives
+from moec.passes import SHARDING_PASSES
 
 
 @dataclass
@@ -24,7 +27,7 @@ class Compilation:
 
     stages: stage name -> graphs as text. unreached: trainable parameters that no gradient reaches by the model's own
     design; the optimizer leaves them alone. buckets: what lies sharded where, on several ranks. timing: when copies to
-    host memory run.
+    host memory run. sharding: the passes for several ranks.
     """
 
     model: nn.Module
@@ -32,6 +35,7 @@ class Compilation:
     plan: Plan
     captured: Capture
     log: PassLog
+    sharding: Sequence[PlacementPass] = SHARDING_PASSES
     sections: list[Section] = field(default_factory=list)
     outer: Partitioned | None = None
     unreached: list[str] = field(default_factory=list)

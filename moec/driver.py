@@ -12,6 +12,7 @@ import shutil
 import tempfile
 import threading
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -28,9 +29,11 @@ from moec.compiler.capture import capture
 from moec.compiler.deferred import make_buffers
 from moec.compiler.errors import UnsupportedModelError
 from moec.compiler.log import PassLog
+from moec.compiler.placement import PlacementPass
 from moec.compiler.plan import Plan
 from moec.compiler.spec_program import check_emitted
 from moec.fused_stage import AfterPass, run_passes
+from moec.passes import SHARDING_PASSES
 from moec.placed_stages import differentiate_and_place
 from moec.placing import step_over
 from moec.preflight import checked_view, device_of, device_of_program, example_inputs
@@ -87,8 +90,16 @@ def write(compilation: Compilation, folder: Path) -> None:
     )
 
 
-def build(model: nn.Module, plan: Plan, after_pass: AfterPass | None = None) -> Compilation:
-    """All stages up to the program's text; works on fake and meta weights too."""
+def build(
+    model: nn.Module,
+    plan: Plan,
+    after_pass: AfterPass | None = None,
+    sharding: Sequence[PlacementPass] = SHARDING_PASSES,
+) -> Compilation:
+    """All stages up to the program's text; works on fake and meta weights too.
+
+    sharding: the passes for several ranks; without them the graphs are what one rank computes on its own rows.
+    """
     if not model.training:
         raise UnsupportedModelError(
             "the model is in evaluation mode", why="a training step is compiled", hint="call model.train() first"
@@ -96,10 +107,12 @@ def build(model: nn.Module, plan: Plan, after_pass: AfterPass | None = None) -> 
     refuse_autocast_around("moec.compile", device_of(model))
     make_buffers(model)
     with _COMPILING, torch.inference_mode(False), torch.enable_grad():
-        return _build(model, plan, after_pass)
+        return _build(model, plan, after_pass, sharding)
 
 
-def _build(model: nn.Module, plan: Plan, after_pass: AfterPass | None) -> Compilation:
+def _build(
+    model: nn.Module, plan: Plan, after_pass: AfterPass | None, sharding: Sequence[PlacementPass]
+) -> Compilation:
     log = PassLog()
     view = checked_view(model, plan)
     with timed(log, "captured") as count:
@@ -107,7 +120,7 @@ def _build(model: nn.Module, plan: Plan, after_pass: AfterPass | None) -> Compil
         count(unit.graph for unit in captured.program.units.values())
     log.notes += captured.notes
     log.near_misses += captured.near_misses
-    result = Compilation(model, view, plan, captured, log)
+    result = Compilation(model, view, plan, captured, log, sharding)
     result.stages["captured"] = unit_graphs("captured", captured)
     with timed(log, "fused") as count:
         run_passes(captured, plan, log, after_pass)

@@ -1,7 +1,7 @@
 """A step program that interprets graphs node by node, in place of the emitted text.
 
 It has the functions of an emitted `step.py` (forward, backward, update, step), so that a step can run on the graphs of
-any stage from `sharded` on, and a pass on them can be judged by its numbers.
+any stage, and a pass on them can be judged by its numbers (stage_ranks.py).
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class GraphProgram:
     def __post_init__(self) -> None:
         self._sections = {section.template.name: section for section in self.sections}
         self.DEVICE: torch.device = self.emitted.DEVICE
+        self.__file__ = self.emitted.__file__
 
     def forward(self, state: StepState, batch: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Saved]:
         """Results of one microbatch by name, and what `backward` needs."""

@@ -33,7 +33,7 @@ from moec.compiler.template import Template
 from moec.compiler.unused_results import detach_unused_results
 from moec.compiler.workspace import Workspaces
 from moec.forecast import copies_of, forecast, granularity, refuse_too_much, state_of, timing_of
-from moec.passes import CACHING_PASSES, SHARDING_PASSES
+from moec.passes import CACHING_PASSES
 from moec.passes.cache_search import Parts
 from moec.preflight import device_of_program
 from moec.stage_record import joint_graphs, placed_graphs, timed
@@ -133,7 +133,7 @@ def _shard(result: Compilation, program: JointProgram) -> None:
     _refuse_written_buffers(result, program)
     with timed(result.log, "sharded") as count:
         context = PassContext(plan=result.plan)
-        result.log.records += run_placement(SHARDING_PASSES, program, context)
+        result.log.records += run_placement(result.sharding, program, context)
         result.buckets = program.buckets
         count(graph for _, graph in program.graphs())
     result.stages["sharded"] = joint_graphs("sharded", program)

@@ -32,6 +32,8 @@ from moec.runtime.weight_source import ModuleWeights, WeightSource, fill_module
 from moec.simulated import SimulatedRanks
 from moec.step import CompiledStep
 
+EMITTED = "emitted"
+
 
 def step_over(
     model: nn.Module,
@@ -126,10 +128,12 @@ class UnconnectedStep(CompiledStep):
         """Raises RankError."""
         raise self._alone()
 
-    def simulate_ranks(self, ranks: int | None = None) -> SimulatedRanks:
+    def simulate_ranks(self, ranks: int | None = None, *, stage: str = EMITTED) -> SimulatedRanks:
         """All ranks of the plan's mesh in this process; they start from the model's weights, which stay as they are.
 
-        ranks: the number expected, only compared. Raises PlanError when the plan's mesh has another.
+        ranks: the number expected, only compared. stage: whose graphs they run, "captured" to "lowered" or "emitted",
+        the program's text. Raises PlanError when the plan's mesh has another number of ranks, ArtifactError for a stage
+        that there is not.
         """
         mesh = self.plan.mesh
         if ranks is not None and ranks != mesh.world:
@@ -138,6 +142,10 @@ class UnconnectedStep(CompiledStep):
                 where="plan.mesh.fsdp",
                 hint=f"compile with mesh.fsdp={ranks}",
             )
+        if stage != EMITTED:
+            from moec.stage_ranks import simulate_stage  # compiles again, with all passes
+
+            return simulate_stage(self, stage)
         buckets = read_buckets(self.folder)
         steps = []
         for rank in range(mesh.world):
