@@ -61,10 +61,15 @@ class Definition:
         return _evaluate(self.flops, self.bind(args, kwargs))
 
     def backward_flops_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> sympy.Expr:
-        """FLOPs of the backward that belongs to one forward call with these arguments; need_NAME=0 leaves one out."""
+        """FLOPs of the backward that belongs to one forward call with these arguments; need_NAME=0 leaves one out.
+
+        A dimension that only an argument which is not given has counts 0: nothing is made of its size.
+        """
         assert self.backward is not None
         names = (result.name.removeprefix("grad_") for result in self.backward._schema.returns)
-        return _evaluate(self.backward_flops, {f"need_{n}": sympy.Integer(1) for n in names} | self.bind(args, kwargs))
+        sizes = {name: sympy.Integer(0) for dimensions in self.shapes.values() for name in dimensions.split()}
+        sizes |= {f"need_{name}": sympy.Integer(1) for name in names}
+        return _evaluate(self.backward_flops, sizes | self.bind(args, kwargs))
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, sympy.Expr]:
         """Dimension names -> sizes for one call; a size that disagrees with an earlier one raises ValueError."""
