@@ -37,7 +37,7 @@ from moec.compiler._torch_compat import (
     TorchDispatchMode,
     pytree,
 )
-from moec.compiler.errors import UnsupportedModelError
+from moec.compiler.errors import DeferredInitError
 
 _aten = torch.ops.aten
 _EMPTY = {
@@ -156,7 +156,7 @@ def deferred_init() -> Iterator[Recording]:
     """Build a model within this context, and its weights get values when a step is made of it; see the module.
 
     Each rank then makes its own rows of one weight after the other, with the bits that one rank would have. Raises
-    UnsupportedModelError where the shape of a tensor depends on values that are not there yet.
+    DeferredInitError where the shape of a tensor depends on values that are not there yet.
     """
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     recording = _RECORDINGS[mode] = Recording()
@@ -327,16 +327,16 @@ def _converted(value: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
     return nn.Parameter(new, requires_grad=value.requires_grad)
 
 
-def _shapeless(func: OpOverload) -> UnsupportedModelError:
-    return UnsupportedModelError(
+def _shapeless(func: OpOverload) -> DeferredInitError:
+    return DeferredInitError(
         f"the shape of what {func} returns depends on values that the initialisation has yet to make",
         why="the model is built without its weights",
         hint="build the model outside of deferred_init(), or give sizes as numbers",
     )
 
 
-def _too_late(func: OpOverload) -> UnsupportedModelError:
-    return UnsupportedModelError(
+def _too_late(func: OpOverload) -> DeferredInitError:
+    return DeferredInitError(
         f"{func} writes values that the initialisation has yet to make to a tensor that has its values",
         why="the model is built without its weights; only weights made by torch.empty, zeros, ones, full, or at random "
         "are made later",

@@ -51,6 +51,10 @@ class NonFiniteError(MoecError):
     """NaN or infinity in the loss or in the gradients."""
 
 
+class DeferredInitError(UnsupportedModelError):
+    """A model whose weights cannot be made later, one at a time."""
+
+
 class ModelChangedError(MoecError):
     """A model that is no longer what its step was compiled for."""
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from moec.compiler.deferred import deferred_init, make_buffers
-from moec.compiler.errors import PresetError, UnsupportedModelError
+from moec.compiler.errors import DeferredInitError, PresetError, UnsupportedModelError
 from moec.models.build import build
 from moec.models.presets import preset, preset_names
 from moec.weights import load_weights
@@ -49,11 +49,15 @@ def fake_target(
 ) -> nn.Module:
     """The model of a target without memory for its parameters; buffers have their values.
 
-    A step over it makes the weights that `build_target` gives, one at a time (compiler/deferred.py).
+    A step over it makes the weights that `build_target` gives, one at a time (compiler/deferred.py). A model that
+    cannot be initialised so has its weights at once.
     """
     torch.manual_seed(seed)
-    with deferred_init():
-        model = _build(target, dtype, device)
+    try:
+        with deferred_init():
+            model = _build(target, dtype, device)
+    except DeferredInitError:
+        return build_target(target, dtype=dtype, device=device, seed=seed)
     make_buffers(model)
     return model
 

@@ -8,8 +8,10 @@ OUT/weights.safetensors  the weights after the last step
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,15 +70,17 @@ def train_model(
 def earlier_plan(out: Path, ranks: int) -> dict[str, Any]:
     """Fields of the plan that the run in `out` has been trained with, for `ranks` ranks; none when there is none yet.
 
-    `batch` is such that a step reads as many rows as before, where microbatches of one size can.
+    `batch` is such that a step reads as many rows as before, where microbatches of one size can; `mesh.ep` is the most
+    of before that divides the ranks, and experts keep their capacity while rows are exchanged at all.
     """
     path = out / ARTIFACT / PLAN
     if not path.is_file():
         return {}
     plan = Plan.from_yaml(path)
     batch, rest = divmod(rows_per_step(plan), plan.accumulation * ranks)
-    fields = plan.to_dict()
-    return {**fields, "mesh": {**fields["mesh"], "fsdp": ranks}, "batch": plan.batch if rest else batch}
+    ep = math.gcd(plan.mesh.ep, ranks)
+    mesh = replace(plan.mesh, fsdp=ranks, ep=ep, capacity=plan.mesh.capacity if ep > 1 else 0.0)
+    return replace(plan, mesh=mesh, batch=plan.batch if rest else batch).to_dict()
 
 
 def _check_out(options: RunOptions) -> None:

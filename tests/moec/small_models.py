@@ -74,6 +74,14 @@ def make_unpackable() -> nn.Module:
     return Unpackable()
 
 
+def make_overwritten() -> nn.Module:
+    """A model with a weight that has values before random ones are written to it."""
+    model = SmallModel()
+    embedding = torch.tensor([[float(row + column) for column in range(WIDTH)] for row in range(VOCABULARY)])
+    model.embed.weight = nn.Parameter(embedding.normal_())
+    return model
+
+
 def make_nothing() -> str:
     return "not a module"
 

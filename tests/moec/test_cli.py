@@ -166,7 +166,7 @@ def test_names_are_never_cut_off(artifact: Path, columns: int | None) -> None:
         ),
         (["compile", "tests.moec.small_models:make_without_loss", "--out", "OUT"], "tensor of shape [1, 512, 260]"),
         (["compile", FACTORY, "--out", "OUT", "--plan", "FILE"], "FILE"),
-        (["run", "none", "--data", "x", "--steps", "1", "--out", "OUT"], "none has no state_map.json"),
+        (["run", "none", "--data", "x", "--steps", "1", "--out", "OUT"], "none has no fingerprint.json"),
         (["run", "ARTIFACT", "--data", "x", "--steps", "1", "--out", "OUT"], "no weights at"),
     ],
 )

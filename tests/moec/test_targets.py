@@ -105,6 +105,12 @@ def test_a_fake_model_compiles_to_the_program_of_the_real_one() -> None:
     assert fake.text == real.text
 
 
+def test_a_model_that_cannot_be_initialised_later_has_its_weights_at_once() -> None:
+    found, built = (make(f"{SMALL}:make_overwritten", seed=3) for make in (fake_target, build_target))
+    for path, weight in built.named_parameters():
+        assert torch.equal(found.get_parameter(path), weight), path
+
+
 def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no weights at"):
         build_target("k3-tiny", weights=tmp_path / "none.safetensors")

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from typer.testing import Result
+
+from moec.compiler.plan import MeshPlan, Plan
+from moec.training import earlier_plan
 
 from .test_cli import FACTORY, SMALL_PLAN, run, said
 
@@ -191,10 +195,19 @@ def test_a_resumed_run_takes_another_learning_rate_and_says_so(
 def test_what_the_program_was_written_for_is_compiled_again(stopped: Path, text: Path) -> None:
     result = train(text, stopped, 7, "--resume", "--set", "optimizer.clip_norm=0.5", "--set", "cache.policy=recompute")
     assert result.exit_code == 0, result.output
-    assert "compiling again: plan.optimizer.clip_norm differs" in said(result)
+    assert "compiling again: plan.cache.policy differs" in said(result)
     assert "max_norm=0.5" in (stopped / "artifact" / "step.py").read_text()
-    assert "plan.cache.policy was 'keep'" in said(result)
+    assert "plan.cache.policy was keep, now it is recompute" in said(result)
     assert len(losses(stopped)) == 7
+
+
+@pytest.mark.parametrize(("ranks", "ep", "batch"), [(1, 1, 24), (2, 2, 12), (3, 1, 8), (6, 2, 4), (8, 4, 3)])
+def test_the_plan_of_a_run_on_other_ranks(ranks: int, ep: int, batch: int, tmp_path: Path) -> None:
+    plan = Plan(batch=6, length=8, mesh=MeshPlan(fsdp=4, ep=4, capacity=2.0))
+    (tmp_path / "artifact").mkdir()
+    (tmp_path / "artifact" / "plan.yaml").write_text(plan.to_yaml())
+    mesh = MeshPlan(fsdp=ranks, ep=ep, capacity=2.0 if ep > 1 else 0.0)
+    assert Plan.from_dict(earlier_plan(tmp_path, ranks)) == replace(plan, mesh=mesh, batch=batch)
 
 
 def test_a_resumed_run_keeps_its_plan_where_nothing_is_said(stopped: Path, text: Path) -> None:
