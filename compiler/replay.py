@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from moec.compiler._torch_compat import pytree
+from moec.compiler.default_dtype import default_dtype
 from moec.compiler.deferred import Draw, Operation, Recording, View, digest_of
 from moec.compiler.errors import UnsupportedModelError
 
@@ -83,7 +84,7 @@ class _Memory:
 
     def run(self, operation: Operation) -> None:
         args, kwargs = pytree.tree_map(self._real, (operation.args, operation.kwargs))
-        with _default_dtype(operation.default):
+        with default_dtype(operation.default):
             result = operation.function(*args, **kwargs)
         made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
         for view, tensor in zip(operation.results, made if operation.results else (), strict=True):
@@ -105,7 +106,7 @@ class _Memory:
             return torch.empty_strided(leaf.size, leaf.stride, dtype=leaf.dtype, device=device)
 
         args, kwargs = pytree.tree_map(scratch, (operation.args, operation.kwargs))
-        with _default_dtype(operation.default):
+        with default_dtype(operation.default):
             operation.function(*args, **kwargs)
 
     def _real(self, leaf: Any) -> Any:
@@ -152,16 +153,6 @@ class _Streams:
             self._true[draw.after] = draw.generator.get_state()
         elif not self._finish:
             self._known[draw.after] = draw.generator.get_state()  # the next look need not draw all this again
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def _counting(operations: Sequence[Operation], wanted: Iterable[int]) -> set[int]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 
+from moec.compiler.default_dtype import default_dtype
 from moec.models.k3.config import K3Config
 from moec.models.k3.model import K3Model
 from moec.models.presets import preset
@@ -19,15 +17,5 @@ def build(model: str | K3Config, dtype: torch.dtype = torch.float32, device: tor
     convolutions, head norms, correction biases). On device "meta", or within a FakeTensorMode, nothing is allocated.
     """
     config = preset(model) if isinstance(model, str) else model
-    with _default_dtype(dtype), torch.device(device):
+    with default_dtype(dtype), torch.device(device):
         return K3Model(config)
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
