@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -10,6 +10,7 @@ from torch import nn
 from moec.codegen.program import HostCopies, ProgramText, Section
 from moec.compiler.cache_timing import Timing
 from moec.compiler.capture import Capture
+from moec.compiler.differentiate import Joint
 from moec.compiler.layout import BucketInstance
 from moec.compiler.log import PassLog
 from moec.compiler.partition import Partitioned
@@ -27,7 +28,8 @@ class Compilation:
 
     stages: stage name -> graphs as text. unreached: trainable parameters that no gradient reaches by the model's own
     design; the optimizer leaves them alone. buckets: what lies sharded where, on several ranks. timing: when copies to
-    host memory run. sharding: the passes for several ranks.
+    host memory run. sharding: the passes for several ranks. joint: the graph around the layers, differentiated; outer:
+    its two parts.
     """
 
     model: nn.Module
@@ -37,6 +39,7 @@ class Compilation:
     log: PassLog
     sharding: Sequence[PlacementPass] = SHARDING_PASSES
     sections: list[Section] = field(default_factory=list)
+    joint: Joint | None = None
     outer: Partitioned | None = None
     unreached: list[str] = field(default_factory=list)
     buckets: dict[str, BucketInstance] = field(default_factory=dict)
@@ -59,11 +62,13 @@ class Compilation:
 
     def balanced_routers(self) -> list[tuple[str, str, int]]:
         """(bias path, histogram path, top-k) of every router whose counts the program writes."""
-        written = self.outer.joint.buffers if self.outer is not None else {}
-        return [router for router in self.view.balanced if router[1] in written]
+        return [router for router in self.view.balanced if router[1] in self._buffers()]
 
     def written_paths(self) -> list[str]:
         """What a step writes beside the optimizer's updates: buffers of the forward, and biases of balanced routers."""
-        written = [*(self.outer.joint.buffers if self.outer is not None else ())]
-        written += [bias for bias, _, _ in self.balanced_routers()]
+        written = [*self._buffers(), *(bias for bias, _, _ in self.balanced_routers())]
         return sorted({self.captured.tied.get(path, path) for path in written})
+
+    def _buffers(self) -> Collection[str]:
+        """Those that the forward writes."""
+        return self.joint.buffers if self.joint is not None else ()

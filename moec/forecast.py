@@ -2,40 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-
-import torch
-from torch import nn
+from collections.abc import Sequence
 
 from moec.codegen.program import Section
+from moec.compilation import Compilation
 from moec.compiler.cache_schedule import CacheSchedule
 from moec.compiler.cache_timing import Timing, cache_timing
 from moec.compiler.errors import PlanError
 from moec.compiler.hardware import hardware
-from moec.compiler.layout import BucketInstance
-from moec.compiler.memory import MemoryPlan, ProgramParts, StateBytes
+from moec.compiler.memory import MemoryPlan, ProgramParts
 from moec.compiler.memory_replay import predict_memory
 from moec.compiler.memory_table import size_text
 from moec.compiler.partition import Partitioned
 from moec.compiler.plan import Plan
+from moec.compiler.workspace import Workspaces
+from moec.passes.cache_search import Parts
+from moec.preflight import device_of_program
 from moec.runtime.footprint import copied_bytes, state_bytes
 from moec.runtime.inventory import Inventory
 
 
-def forecast(
-    sections: Sequence[Section],
-    outer: Partitioned,
-    tied: Mapping[str, str],
-    plan: Plan,
-    state: StateBytes,
-    device: torch.device,
-    schedule: CacheSchedule | None = None,
-    copies: int = 0,
-) -> MemoryPlan:
-    """The predicted memory of a lowered program on one rank. copies: see `copies_of`."""
-    parts = {section.template.name: (section.template, section.parts) for section in sections}
-    program = ProgramParts(parts, outer, tied, plan.accumulation, schedule or CacheSchedule(), copies)
-    return predict_memory(program, state, granularity(device))
+class Forecast:
+    """The predicted memory on one rank of a compilation's program, in as many forms as are tried.
+
+    What is the same in every form is found once: the state, the copies that a step keeps of the buffers it writes until
+    it has succeeded, and what ops hold while they run.
+    """
+
+    def __init__(self, result: Compilation) -> None:
+        device, plan = device_of_program(result.model, result.plan), result.plan
+        granularity = hardware().allocation_bytes if device.type == "cuda" else 1
+        inventory = Inventory.of(result.model, result.unreached)
+        self._state = state_bytes(inventory, result.buckets, plan.mesh, granularity)
+        self._copies = copied_bytes(inventory, result.written_paths(), granularity)
+        self._tied, self._accumulation = result.captured.tied, plan.accumulation
+        self._granularity, self._workspaces = granularity, Workspaces(granularity)
+
+    def of(self, parts: Parts, outer: Partitioned, schedule: CacheSchedule) -> MemoryPlan:
+        """What one form holds: layers by template name, the graph around them, and when copies to host memory run."""
+        program = ProgramParts(parts, outer, self._tied, self._accumulation, schedule, self._copies)
+        return predict_memory(program, self._state, self._granularity, self._workspaces)
 
 
 def timing_of(sections: Sequence[Section], outer: Partitioned) -> Timing:
@@ -58,24 +64,3 @@ def refuse_too_much(memory: MemoryPlan, plan: Plan) -> None:
                 if name == "hbm"
                 else f"set cache.host to at least {needed}B, or offload less",
             )
-
-
-def state_of(
-    model: nn.Module,
-    unreached: Sequence[str],
-    buckets: Mapping[str, BucketInstance],
-    plan: Plan,
-    device: torch.device,
-) -> StateBytes:
-    """What the state of a model takes on one rank of the plan's mesh; the model may be on fakes."""
-    return state_bytes(Inventory.of(model, unreached), buckets, plan.mesh, granularity(device))
-
-
-def copies_of(model: nn.Module, written: Iterable[str], device: torch.device) -> int:
-    """Bytes of the copies that a step keeps of the buffers it writes, by path, until it has succeeded."""
-    return copied_bytes(Inventory.of(model), written, granularity(device))
-
-
-def granularity(device: torch.device) -> int:
-    """Bytes of which every allocation on a device is a multiple."""
-    return hardware().allocation_bytes if device.type == "cuda" else 1

@@ -15,14 +15,11 @@ from torch import fx
 
 from moec.codegen.program import OBJECTIVE, Section
 from moec.compilation import Compilation
-from moec.compiler.cache_timing import Timing
 from moec.compiler.differentiate import Joint, differentiate
 from moec.compiler.errors import UnsupportedModelError
 from moec.compiler.graph import OUTER, Unit
 from moec.compiler.lengths import length_range, not_every_length
 from moec.compiler.lower import add_choice, lower
-from moec.compiler.memory import MemoryPlan, ProgramParts
-from moec.compiler.memory_replay import predict_memory
 from moec.compiler.partition import Choices, Partitioned, partition
 from moec.compiler.pass_manager import PassContext
 from moec.compiler.placement import JointProgram, run_placement, shared_weights
@@ -31,11 +28,8 @@ from moec.compiler.region_op import templates_in_scope
 from moec.compiler.spec import check_joint, check_lowered, check_placed
 from moec.compiler.template import Template
 from moec.compiler.unused_results import detach_unused_results
-from moec.compiler.workspace import Workspaces
-from moec.forecast import copies_of, forecast, granularity, refuse_too_much, state_of, timing_of
+from moec.forecast import Forecast, refuse_too_much, timing_of
 from moec.passes import CACHING_PASSES
-from moec.passes.cache_search import Parts
-from moec.preflight import device_of_program
 from moec.stage_record import joint_graphs, placed_graphs, timed
 
 
@@ -52,7 +46,7 @@ def differentiate_and_place(result: Compilation) -> None:
         count(joint.graph for joint in joints.values())
     with timed(log, "joint (outer)") as count, templates_in_scope(captured.templates):
         _report_only(captured.program.outer)
-        outer = _differentiated(captured.program.outer, plan)
+        outer = result.joint = _differentiated(captured.program.outer, plan)
         _by_path_only(outer, captured.templates)
         count([outer.graph])
     log.notes += _checked_lengths(plan, [*joints.values(), outer])
@@ -61,8 +55,9 @@ def differentiate_and_place(result: Compilation) -> None:
     result.stages["joint"] = joint_graphs("joint", program)
     if plan.mesh.world > 1:
         _shard(result, program)
+    forecast = Forecast(result)
     if plan.cache.policy != "keep":
-        _choose(result, program)
+        _choose(result, program, forecast)
     with timed(log, "placed") as count:
         for template in captured.templates.values():
             parts = _partitioned(
@@ -83,38 +78,15 @@ def differentiate_and_place(result: Compilation) -> None:
                     check_lowered(graph, name)
     result.stages["lowered"] = placed_graphs("lowered", everything)
     with timed(log, "memory"):
-        device = device_of_program(result.model, plan)
-        state = state_of(result.model, result.unreached, result.buckets, plan, device)
-        copies = copies_of(result.model, result.written_paths(), device)
         result.timing = timing_of(result.sections, result.outer)
-        log.memory = forecast(
-            result.sections,
-            result.outer,
-            captured.tied,
-            plan,
-            state,
-            device,
-            schedule=result.timing.schedule,
-            copies=copies,
-        )
+        parts_by_name = {section.template.name: (section.template, section.parts) for section in result.sections}
+        log.memory = forecast.of(parts_by_name, result.outer, result.timing.schedule)
     refuse_too_much(log.memory, plan)
 
 
-def _choose(result: Compilation, program: JointProgram) -> None:
+def _choose(result: Compilation, program: JointProgram, forecast: Forecast) -> None:
     with timed(result.log, "cached"):
-        device = device_of_program(result.model, result.plan)
-        state = state_of(result.model, result.unreached, result.buckets, result.plan, device)
-
-        workspaces = Workspaces(granularity(device))
-
-        def predict(parts: Parts, outer: Partitioned, timing: Timing) -> MemoryPlan:
-            result.outer = outer  # the trial's; the stage `placed` makes the one that counts
-            copies = copies_of(result.model, result.written_paths(), device)
-            tied, accumulation = result.captured.tied, result.plan.accumulation
-            trial = ProgramParts(parts, outer, tied, accumulation, timing.schedule, copies)
-            return predict_memory(trial, state, granularity(device), workspaces)
-
-        context = PassContext(plan=result.plan, facts={"predict": predict})
+        context = PassContext(plan=result.plan, facts={"predict": forecast.of})
         result.log.records += run_placement(CACHING_PASSES, program, context)
 
 

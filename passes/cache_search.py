@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from moec.compiler.cache_problem import LayerProblem, layer_problem
+from moec.compiler.cache_schedule import CacheSchedule
 from moec.compiler.cache_solver import Limits, Solution, Way, best_way, solve
 from moec.compiler.cache_timing import Timing, cache_timing
 from moec.compiler.errors import PlanError
@@ -30,7 +31,7 @@ from moec.compiler.plan import CachePlan
 from moec.compiler.template import Template
 
 Parts = Mapping[str, tuple[Template, Partitioned]]
-Predict = Callable[[Parts, Partitioned, Timing], MemoryPlan]
+Predict = Callable[[Parts, Partitioned, CacheSchedule], MemoryPlan]
 """(templates, outer, timing) -> predicted memory; the caller knows the state and the device."""
 
 _ROUNDS = 5
@@ -126,7 +127,7 @@ class CacheSearch:
         """What a solution takes, and the bytes that its layers keep."""
         choices = dict(self._assigned(solution))
         parts, outer, timing = self._timing(choices)
-        memory = self._predict(parts, outer, timing)
+        memory = self._predict(parts, outer, timing.schedule)
         kept = sum(way.kept * count for ways in solution.ways for way, count in ways)
         gap = max(0.0, timing.total / bound - 1) if bound else 0.0
         return Found(choices, memory, timing, gap), kept
