@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 from record import write_result
-from torch import Tensor, nn
+from torch import nn
 
 import moec
-from moec.compiler.allocations import AllocationCount, storage_key
+from moec.compiler.allocations import AllocationCount, held_bytes
 from moec.compiler.plan import CachePlan, CacheRule, LossPlan, Plan
 from moec.models.build import build
 from moec.models.huggingface.adapter import from_config
@@ -123,8 +123,8 @@ def compare(name: str, device: str, scale: int) -> dict[str, Any]:
     step(next(batches))
     step.state.clear_gradients()
     gc.collect()
-    state, batch = held(step.state.tensors()), next(batches)
-    found, libraries = (_on_cuda if device == "cuda" else _on_cpu)(lambda: step(batch), state + held(batch))
+    state, batch = held_bytes(step.state.tensors()), next(batches)
+    found, libraries = (_on_cuda if device == "cuda" else _on_cpu)(lambda: step(batch), state + held_bytes(batch))
     return {
         "plan": name,
         "predicted": step.memory.peak,
@@ -135,11 +135,6 @@ def compare(name: str, device: str, scale: int) -> dict[str, Any]:
         "where": step.memory.where,
         "error": None,
     }
-
-
-def held(tensors: dict[str, Tensor]) -> int:
-    """Bytes of the storages of tensors, each once."""
-    return sum({storage_key(t): t.untyped_storage().nbytes() for t in tensors.values()}.values())
 
 
 def _on_cuda(run: Callable[[], object], known: int) -> tuple[int, int]:

@@ -8,6 +8,7 @@ allocates and frees inside is not.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -62,6 +63,11 @@ class AllocationCount(TorchDispatchMode):
 def storage_key(tensor: Tensor) -> int:
     """Equal for tensors over the same storage, while one of them lives."""
     return tensor.untyped_storage()._cdata
+
+
+def held_bytes(tensors: Mapping[str, Tensor]) -> int:
+    """Bytes of the storages of tensors, each counted once."""
+    return sum({storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors.values()}.values())
 
 
 def rounded(size: int, granularity: int) -> int:

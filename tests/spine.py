@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -153,6 +153,27 @@ def assert_equal_gradients(
     for name in present:
         error = distance(got[name], wanted[name])  # type: ignore[arg-type]
         assert error <= bound, f"{name}: relative error {error:.1e}"
+
+
+def adamw_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Parameters of a model without convolutions for torch's AdamW, decayed where moec decays them."""
+    return [
+        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+
+
+def step_beside(
+    step: moec.CompiledStep, twin: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, seeds: Iterable[int]
+) -> None:
+    """A step of both on each batch, the twin's in eager PyTorch."""
+    for seed in seeds:
+        batch = batch_for(plan, seed)
+        step(batch)
+        optimizer.zero_grad()
+        twin(batch["input_ids"], batch["labels"]).backward()
+        torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
+        optimizer.step()
 
 
 def assert_like_eager(model: nn.Module, plan: Plan = PLAN, **batch_options: Any) -> moec.CompiledStep:

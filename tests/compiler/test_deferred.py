@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from moec.compiler._torch_compat import FakeTensor
+from moec.compiler.allocations import AllocationCount
 from moec.compiler.deferred import deferred_init, make_buffers, recording_of
 from moec.compiler.errors import UnsupportedModelError
 from moec.models.build import build
-from tests.dialect.checks import PeakBytes
 from tests.moec.small_models import SmallModel
 
 HUGGINGFACE = ("mixtral", "deepseek_v3", "gpt_oss", "qwen3_next", "kimi_linear", "glm_moe_dsa")
@@ -121,9 +121,9 @@ def test_one_weight_is_there_at_a_time() -> None:
             nn.init.normal_(layer.weight)  # type: ignore[arg-type]
         return model
 
-    with PeakBytes() as whole:
+    with AllocationCount() as whole:
         make()
-    with PeakBytes() as memory:
+    with AllocationCount() as memory:
         recording = recording_of(model := deferred(make))
         assert recording is not None
         memory.peak = memory.held = 0  # fakes have no memory

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 
 def relative_error(value: Tensor, reference: Tensor) -> float:
@@ -61,39 +60,6 @@ class LargestTensor(TorchDispatchMode):
         sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         self.numel = max([self.numel, *sizes])
         return result
-
-
-class PeakBytes(TorchDispatchMode):
-    """Counts the bytes of all memory that is made inside and still held, and the most that there ever was.
-
-    Results of operations that this mode does not see (inside of one ATen operation) are not counted.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.held = self.peak = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-        result = function(*args, **(kwargs or {}))
-        tree_map_only(Tensor, lambda value: self._count(value, given), result)
-        return result
-
-    def _count(self, value: Tensor, given: set[int]) -> None:
-        storage = value.untyped_storage()
-        name = storage._cdata
-        if name in given or name in self._known:
-            return
-        size = storage.nbytes()
-        self._known.add(name)
-        self.held += size
-        self.peak = max(self.peak, self.held)
-        weakref.finalize(storage, self._release, name, size)
-
-    def _release(self, name: int, size: int) -> None:
-        self._known.discard(name)
-        self.held -= size
 
 
 def dialect_module(name: str) -> ModuleType:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from moec.compiler.allocations import AllocationCount
 from moec.compiler.dialect import log_probs, loss, loss_shards
 from moec.compiler.dialect.head import REFERENCE
-from tests.dialect.checks import PeakBytes
 from tests.dialect.loss_cases import WIDTH, labels_for, operands, weights_for
 
 ROWS, CLASSES = 600, 1000
@@ -53,7 +53,7 @@ def shard(chunk: Chunk, scale: float, softcap: float, smoothing: float) -> None:
 
 def peak(run: Callable[..., None], chunk: Chunk, form: tuple[float, ...]) -> int:
     """Bytes beyond those of inputs, of gradients (their sums and the results), and of 100 numbers per row or class."""
-    with PeakBytes() as memory:
+    with AllocationCount() as memory:
         run(chunk, *form)
     return memory.peak - 4 * (3 * WIDTH * (ROWS + CLASSES) + 100 * (ROWS + CLASSES))
 

@@ -16,7 +16,7 @@ from moec.compiler.errors import ArtifactError, ModelChangedError, UnsupportedMo
 from moec.compiler.plan import OptimizerPlan, Plan
 from moec.step import CompiledStep
 
-from ..spine import VOCABULARY, WIDTH, Language, Layer, batch_for, distance, eager, seeded
+from ..spine import VOCABULARY, WIDTH, Language, Layer, adamw_groups, batch_for, distance, eager, seeded, step_beside
 
 PLAN = Plan(batch=2, length=6, optimizer=OptimizerPlan(lr=1e-2, schedule="constant"))
 
@@ -140,13 +140,7 @@ def follows(step: CompiledStep, model: Any) -> None:
     moments = {name: step.state.exp_avg[name].clone() for name in step.state.trainable}
     squares = {name: step.state.exp_avg_sq[name].clone() for name in step.state.trainable}
     optimizer = _adamw(twin, moments, squares, updates=1)
-    for seed in (5, 6):
-        batch = batch_for(PLAN, seed)
-        step(batch)
-        optimizer.zero_grad()
-        twin(batch["input_ids"], batch["labels"]).backward()
-        torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
-        optimizer.step()
+    step_beside(step, twin, optimizer, PLAN, (5, 6))
     trained = dict(twin.named_parameters())
     for name, parameter in model.named_parameters():
         assert distance(parameter, trained[name]) <= 1e-5, name
@@ -154,11 +148,7 @@ def follows(step: CompiledStep, model: Any) -> None:
 
 
 def _adamw(model: nn.Module, moments: Any, squares: Any, updates: int) -> torch.optim.AdamW:
-    groups = [
-        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
-        {"params": [p for p in model.parameters() if p.dim() <= 1], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, foreach=False)
+    optimizer = torch.optim.AdamW(adamw_groups(model), lr=1e-2, betas=(0.9, 0.95), eps=1e-8, foreach=False)
     for name, parameter in model.named_parameters():
         step = torch.tensor(float(updates))
         optimizer.state[parameter] = {"step": step, "exp_avg": moments[name], "exp_avg_sq": squares[name]}

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import io
-import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -34,8 +31,8 @@ from moec.runtime.metrics import METRICS
 from moec.runtime.ranks import Ranks
 
 from ..runtime.processes import run_ranks
+from .killed_rank import kill_rank, wait_for
 from .small_models import SMALL_K3
-from .test_ranked_training import children, environment, wait_for
 
 ROOT = Path(__file__).parents[2]
 
@@ -217,15 +214,8 @@ def test_a_rank_that_dies_ends_the_demo_with_an_error(victim: int, tmp_path: Pat
     command = [sys.executable, "-m", "moec.demo", "--preset", "tests.moec.test_demo:_seeded_model", "--out", str(out)]
     launcher = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     wait_for(lambda: (out / METRICS).is_file() and (out / METRICS).read_text().count("\n") >= 3)
-    (killed,) = (pid for pid in children(launcher.pid) if f"\0RANK={victim}\0" in environment(pid))
-    os.kill(killed, signal.SIGKILL)
-    began = time.monotonic()
-    _, err = launcher.communicate(timeout=120)
-    assert time.monotonic() - began < 45
-    assert launcher.returncode == 128 + signal.SIGKILL
-    assert f"rank {victim} of 2 was killed by SIGKILL" in err
+    killed, err = kill_rank(launcher, victim)
     assert f"rank {1 - victim}: error: rank {victim} died: process {killed} is gone" in err
-    assert not children(launcher.pid)
 
 
 def make_dead_kda_and_mla() -> torch.nn.Module:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import moec
-from moec.compiler.allocations import AllocationCount, storage_key
+from moec.compiler.allocations import AllocationCount, held_bytes
 from moec.compiler.errors import ArtifactError
 from moec.compiler.memory_table import memory_table, size_text
 from moec.compiler.plan import CachePlan, MeshPlan, Plan
@@ -56,11 +56,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Plan]] = {
 QUICK = ("layers", "some recomputed")
 
 
-def held(tensors: dict[str, Tensor]) -> int:
-    """Bytes of the storages of tensors, each once."""
-    return sum({storage_key(t): t.untyped_storage().nbytes() for t in tensors.values()}.values())
-
-
 def measured(step: Any, batches: Iterator[dict[str, Tensor]]) -> int:
     """The most that one step allocates, beside its state; after a step that makes what is made once."""
     step(next(batches))
@@ -76,12 +71,15 @@ def measured(step: Any, batches: Iterator[dict[str, Tensor]]) -> int:
 def test_the_predicted_peak_is_the_counted_one(name: str) -> None:
     make, plan = CASES[name]
     step = moec.compile(make(), plan)
-    found, state = measured(step, random_batches(plan, step.vocabulary or VOCABULARY, 0)), held(step.state.tensors())
+    found, state = (
+        measured(step, random_batches(plan, step.vocabulary or VOCABULARY, 0)),
+        held_bytes(step.state.tensors()),
+    )
     memory = step.memory
     assert memory.state.total == state
     assert abs(memory.peak - state - found) <= BOUND * found, f"{memory.peak - state:,} predicted, {found:,} counted"
-    assert memory.gradients == held(step.state.gradients)
-    assert memory.copies == held({path: step.state.buffers[path] for path in step.written})
+    assert memory.gradients == held_bytes(step.state.gradients)
+    assert memory.copies == held_bytes({path: step.state.buffers[path] for path in step.written})
     assert 0 < memory.saved < memory.peak
 
 
@@ -123,10 +121,10 @@ def test_state_is_counted_as_it_is_made(ranks: int) -> None:
         if ranks == 1
         else shards_of(model, result.buckets, Ranks(mesh, 0), result.unreached)
     )
-    assert sizes.masters == held(state.masters) > 0
-    assert sizes.moments == held({**state.exp_avg}) + held({**state.exp_avg_sq})
-    assert sizes.weights == held(state.weights)
-    assert sizes.buffers == held(state.buffers)
+    assert sizes.masters == held_bytes(state.masters) > 0
+    assert sizes.moments == held_bytes({**state.exp_avg}) + held_bytes({**state.exp_avg_sq})
+    assert sizes.weights == held_bytes(state.weights)
+    assert sizes.buffers == held_bytes(state.buffers)
 
 
 def test_sizes_read_well() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -14,6 +12,7 @@ from typing import Any
 import pytest
 
 from moec.runtime.metrics import read_metrics
+from tests.moec.killed_rank import kill_rank, wait_for
 from tests.moec.small_models import VOCABULARY
 
 pytestmark = pytest.mark.slow
@@ -87,16 +86,9 @@ def test_a_killed_rank_is_named_and_the_run_goes_on(text: Path, unbroken: Path, 
     after = drawn.randint(4, 12)
     wait_for(lambda: len(read_metrics(out)) >= after)
     time.sleep(drawn.uniform(0.0, 0.1))
-    killed = [pid for pid in children(launcher.pid) if f"\0RANK={victim}\0" in environment(pid)]
-    os.kill(killed[0], signal.SIGKILL)
-    began = time.monotonic()
-    _, err = launcher.communicate(timeout=120)
-    assert time.monotonic() - began < 45
-    assert launcher.returncode == 128 + signal.SIGKILL
-    assert f"rank {victim} of 2 was killed by SIGKILL" in err
-    assert f"error: rank {victim} died: process {killed[0]} is gone" in err
+    killed, err = kill_rank(launcher, victim)
+    assert f"error: rank {victim} died: process {killed} is gone" in err
     assert f"the last good checkpoint is {out}/checkpoints/step-000000" in err
-    assert not children(launcher.pid)
 
     resumed = train(text, out, "--ranks", "2", "--resume")
     assert resumed.returncode == 0, resumed.stderr
@@ -141,25 +133,3 @@ def test_an_existing_run_is_refused_by_all(text: Path, unbroken: Path) -> None:
     run = train(text, unbroken, "--ranks", "2")
     assert run.returncode == 2
     assert f"{unbroken} already holds a run" in run.stderr
-
-
-def wait_for(condition: Any, seconds: float = 120.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def children(pid: int) -> list[int]:
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            if int(stat.read_text().rpartition(")")[2].split()[1]) == pid:
-                found.append(int(stat.parent.name))
-        except OSError:
-            continue
-    return found
-
-
-def environment(pid: int) -> str:
-    return "\0" + Path(f"/proc/{pid}/environ").read_text()

@@ -21,7 +21,7 @@ from moec.compiler.overlap import overlaps_itself, write_overlapping
 from moec.compiler.plan import OptimizerPlan, Plan
 from moec.runtime import load_checkpoint, save_checkpoint
 
-from ..spine import WIDTH, Language, Layer, batch_for, distance, eager, seeded
+from ..spine import WIDTH, Language, Layer, adamw_groups, batch_for, distance, eager, seeded, step_beside
 
 PLAN = Plan(batch=2, length=6, optimizer=OptimizerPlan(lr=1e-2, schedule="constant"))
 
@@ -126,22 +126,13 @@ def test_numbers_are_those_of_eager(arrange: Callable[[Any], None], tmp_path: Pa
 
 
 def _three_steps(step: moec.CompiledStep, twin: nn.Module) -> None:
-    groups = [
-        {"params": [p for p in twin.parameters() if p.dim() > 1], "weight_decay": 0.1},
-        {"params": [p for p in twin.parameters() if p.dim() <= 1], "weight_decay": 0.0},
-    ]
+    groups = adamw_groups(twin)
     for name, parameter in twin.named_parameters():
         if "conv" in name and parameter.dim() > 1:  # which moec does not decay
-            groups[0]["params"] = [p for p in groups[0]["params"] if p is not parameter]  # type: ignore[attr-defined]
-            groups[1]["params"].append(parameter)  # type: ignore[attr-defined]
+            groups[0]["params"] = [p for p in groups[0]["params"] if p is not parameter]
+            groups[1]["params"].append(parameter)
     optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, foreach=False)
-    for seed in range(3):
-        batch = batch_for(PLAN, seed)
-        step(batch)
-        optimizer.zero_grad()
-        twin(batch["input_ids"], batch["labels"]).backward()
-        torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
-        optimizer.step()
+    step_beside(step, twin, optimizer, PLAN, range(3))
 
 
 def _survives(step: moec.CompiledStep, model: nn.Module, folder: Path) -> None:
