@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import moec
+from moec.compiler.default_dtype import default_dtype
 from moec.compiler.errors import CaptureError, CheckpointError, UnsupportedModelError
 from moec.compiler.overlap import overlaps_itself, write_overlapping
 from moec.compiler.plan import OptimizerPlan, Plan
@@ -108,8 +109,10 @@ def as_they_come(model: Any) -> None:
     ids=lambda arrange: arrange.__name__,
 )
 def test_numbers_are_those_of_eager(arrange: Callable[[Any], None], tmp_path: Path) -> None:
-    model = seeded(lambda: Language(Mixed(), Mixed()))
-    arrange(model)
+    # In float32 the gradient of a gain mostly cancels: where its terms happen to lie in memory moves it by 1e-5.
+    with default_dtype(torch.float64):
+        model = seeded(lambda: Language(Mixed(), Mixed()))
+        arrange(model)
     twin, batch = copy.deepcopy(model), batch_for(PLAN)
     step = moec.compile(model, PLAN)
     probe = copy.deepcopy(model)
