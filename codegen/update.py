@@ -47,4 +47,4 @@ def update_text(plan: Plan, routers: Sequence[tuple[str, str, int]]) -> str:
 
 
 def _length(plan: Plan) -> str:
-    return f"{plan.min_length}..{plan.length}" if plan.dynamic == "length" else str(plan.length)
+    return f"{plan.shortest}..{plan.length}" if plan.dynamic == "length" else str(plan.length)

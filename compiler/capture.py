@@ -22,7 +22,7 @@ from torch.export.graph_signature import InputKind as ExportKind
 from moec.compiler._torch_compat import FakeTensor, pytree
 from moec.compiler.ambient import ambient_scope, current
 from moec.compiler.autocast import refuse_autocast_inside
-from moec.compiler.errors import CaptureError
+from moec.compiler.errors import CaptureError, LengthError
 from moec.compiler.exporting import LengthRefused, capture_error, export
 from moec.compiler.fake import fake_like, fake_mode_of, fake_weights
 from moec.compiler.grad_modes import inline_grad_modes
@@ -77,7 +77,7 @@ def capture(view: TrainingView, plan: Plan, inputs: dict[str, Tensor]) -> Captur
         raise _length_error(view, plan, inputs, refusal) from refusal
 
 
-def _length_error(view: TrainingView, plan: Plan, inputs: dict[str, Tensor], refusal: LengthRefused) -> CaptureError:
+def _length_error(view: TrainingView, plan: Plan, inputs: dict[str, Tensor], refusal: LengthRefused) -> LengthError:
     """The lengths that everything takes: what was refused last gives the next shortest length to try."""
     refusals = [refusal]
     while refusals[-1].shortest < plan.length:
@@ -156,7 +156,7 @@ def _moving_sizes(
     """Per region path and input: the dimensions that follow the length, by comparing two runs."""
     if plan.dynamic is None:
         return {path: [set() for _ in call.inputs] for path, call in found.calls.items()}
-    shorter = max(plan.min_length, plan.length // 2 + 1)
+    shorter = max(plan.shortest, plan.length // 2 + 1)
     others = {name: fake_like(_cut(name, value, shorter), mode) for name, value in fakes.items()}
     try:
         second = _probe(view, {path: regions[path] for path in found.calls}, others, mode)
@@ -165,7 +165,7 @@ def _moving_sizes(
             f"the model runs at length {plan.length}, and not at length {shorter}",
             where=error.where,
             why=error.why,
-            hint=f"dynamic lengths need a model that takes every one from {plan.min_length} to {plan.length}",
+            hint=f"dynamic lengths need a model that takes every one from {plan.shortest} to {plan.length}",
         ) from error
     moving: dict[str, list[set[int]]] = {}
     for path, call in list(found.calls.items()):
@@ -400,7 +400,7 @@ def _set_path(node: fx.Node, prefix: str) -> None:
 
 
 def _length(plan: Plan) -> Any:
-    return Dim("length", min=plan.min_length, max=plan.length)
+    return Dim("length", min=plan.shortest, max=plan.length)
 
 
 # Inputs of a view that are [B, T].

@@ -31,6 +31,17 @@ class CaptureError(MoecError):
     """The model could not be traced into one graph."""
 
 
+class LengthError(CaptureError):
+    """A graph that does not take every length of a plan.
+
+    shortest: the least length from which on it takes all, that of the plan's `length` if it takes no other.
+    """
+
+    def __init__(self, what: str, shortest: int, *, where: str = "", why: str = "", hint: str = "") -> None:
+        self.shortest = shortest
+        super().__init__(what, where=where, why=why, hint=hint)
+
+
 class UnsupportedOpError(MoecError):
     """An op for which a table (cost, rewrite, emission) has no rule."""
 

@@ -84,8 +84,8 @@ def _length_refused(
         return None
     if not has_symbols(graph):
         return LengthRefused(what, plan.length, f"length == {plan.length}")
-    shortest, reason = length_range(graph, plan.min_length, plan.length)
-    return LengthRefused(what, shortest, reason) if shortest > plan.min_length else None
+    shortest, reason = length_range(graph, plan.shortest, plan.length)
+    return LengthRefused(what, shortest, reason) if shortest > plan.shortest else None
 
 
 def capture_error(what: str, error: Exception, root: nn.Module) -> CaptureError:

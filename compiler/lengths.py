@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from moec.compiler._torch_compat import ShapeEnv, pytree
-from moec.compiler.errors import CaptureError
+from moec.compiler.errors import LengthError
 from moec.compiler.plan import Plan
 
 # Conditions of real layers compare with small numbers, or hold for certain multiples: both show within this distance.
@@ -42,15 +42,16 @@ def has_symbols(graph: fx.Graph) -> bool:
     return any(isinstance(size, torch.SymInt) for node in graph.nodes for size in _sizes(node))
 
 
-def not_every_length(plan: Plan, shortest: int, reasons: Sequence[tuple[str, str]]) -> CaptureError:
+def not_every_length(plan: Plan, shortest: int, reasons: Sequence[tuple[str, str]]) -> LengthError:
     """The error for a plan whose lengths one graph does not take all.
 
     reasons: what takes fewer, and the condition with which it was traced.
     """
     taken = f"lengths from {shortest} to {plan.length}" if shortest < plan.length else f"length {plan.length} alone"
     dropped = "compile with a fixed length (dynamic: null)"
-    return CaptureError(
-        f"one graph does not take every length from {plan.min_length} to {plan.length}: it takes {taken}",
+    return LengthError(
+        f"one graph does not take every length from {plan.shortest} to {plan.length}: it takes {taken}",
+        shortest,
         where="plan.min_length",
         why="; ".join(f"{what} was traced with {reason}" for what, reason in reasons),
         hint=f"set min_length: {shortest}, or {dropped}" if shortest < plan.length else dropped,

@@ -12,7 +12,8 @@ import shutil
 import tempfile
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -27,7 +28,7 @@ from moec.compilation import Compilation
 from moec.compiler.autocast import refuse_autocast_around
 from moec.compiler.capture import capture
 from moec.compiler.deferred import make_buffers
-from moec.compiler.errors import UnsupportedModelError
+from moec.compiler.errors import LengthError, UnsupportedModelError
 from moec.compiler.log import PassLog
 from moec.compiler.placement import PlacementPass
 from moec.compiler.plan import Plan
@@ -67,7 +68,9 @@ def compile(model: nn.Module, plan: Plan | None = None, *, weights: str | Path |
     folder = Path(tempfile.mkdtemp(prefix="moec-step-"))
     write(compilation, folder)
     start = None if weights is None else Path(weights)
-    step = step_over(model, load_program(folder), folder, compilation.log, plan, compilation.unreached, start)
+    step = step_over(
+        model, load_program(folder), folder, compilation.log, compilation.plan, compilation.unreached, start
+    )
     weakref.finalize(step, shutil.rmtree, folder, ignore_errors=True)
     return step
 
@@ -107,7 +110,21 @@ def build(
     refuse_autocast_around("moec.compile", device_of(model))
     make_buffers(model)
     with _COMPILING, torch.inference_mode(False), torch.enable_grad():
-        return _build(model, plan, after_pass, sharding)
+        return _shortest_length_found(plan, lambda chosen: _build(model, chosen, after_pass, sharding))
+
+
+def _shortest_length_found(plan: Plan, built: Callable[[Plan], Compilation]) -> Compilation:
+    """`built(plan)`; where the plan leaves its shortest length open, for the shortest that all graphs take."""
+    if plan.dynamic is None or plan.min_length is not None:
+        return built(plan)
+    shortest = plan.shortest
+    while True:
+        try:
+            return built(replace(plan, min_length=shortest))
+        except LengthError as error:
+            shortest = error.shortest
+            if shortest >= plan.length:
+                raise
 
 
 def _build(

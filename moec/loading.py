@@ -40,7 +40,8 @@ def load(
     check_fingerprint(folder, plan, model)
     saved = StateMap(**read_json(folder, STATE_MAP))
     program = load_program(folder)
-    log, chosen = PassLog.read(folder / LOG), plan or Plan.from_yaml(folder / PLAN)
+    log, then = PassLog.read(folder / LOG), Plan.from_yaml(folder / PLAN)
+    chosen = then if plan is None else plan.completed_by(then)
     if model is not None:
         start = None if weights is None else Path(weights)
         return step_over(model, program, folder, log, chosen, saved.without_gradient, start)

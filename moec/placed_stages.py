@@ -94,11 +94,11 @@ def _checked_lengths(plan: Plan, joints: Sequence[Joint]) -> list[str]:
     """A note on the lengths that a step takes; CaptureError where differentiation made conditions that some break."""
     if plan.dynamic is None:
         return []
-    ranges = [(joint, *length_range(joint.graph, plan.min_length, plan.length)) for joint in joints]
+    ranges = [(joint, *length_range(joint.graph, plan.shortest, plan.length)) for joint in joints]
     reasons = [(f"the backward of {joint.unit.name}", reason) for joint, least, reason in ranges if reason]
     if reasons:
         raise not_every_length(plan, max(least for _, least, _ in ranges), reasons)
-    return [f"one graph for every length from {plan.min_length} to {plan.length}, backward included"]
+    return [f"one graph for every length from {plan.shortest} to {plan.length}, backward included"]
 
 
 def _shard(result: Compilation, program: JointProgram) -> None:

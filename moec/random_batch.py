@@ -80,5 +80,5 @@ def _place_images(
 def _length(plan: Plan, generator: torch.Generator) -> int:
     if plan.dynamic is None:
         return plan.length
-    shortest = max(plan.min_length, -(-plan.image_tokens // plan.batch))
+    shortest = max(plan.shortest, -(-plan.image_tokens // plan.batch))
     return int(torch.randint(shortest, plan.length + 1, (), generator=generator))

@@ -60,16 +60,16 @@ def verify_lockstep(model: nn.Module, plan: Plan, *, steps: int = 3, seed: int =
         raise PlanError("the plan's mesh has one rank", where="plan.mesh", hint="set mesh.fsdp, and mesh.ep")
     one = OneRank(copy.deepcopy(model), joined_plan(plan))
     many = cast(UnconnectedStep, moec.compile(copy.deepcopy(model), plan)).simulate_ranks()
-    batches = joined_batches(model, plan, steps, seed)
+    batches = joined_batches(model, many.plan, steps, seed)
     found = many.run(lambda rank: compare(many.steps[rank], one if rank == 0 else None, batches, rank))
     return found[0]
 
 
 def verify_ranks(model: nn.Module, plan: Plan, ranks: Ranks, *, steps: int = 3, seed: int = 0) -> Report:
     """Compare connected ranks with one rank; all call it together, and the first one's report says what was found."""
-    batches = joined_batches(model, plan, steps, seed)
     reference = copy.deepcopy(model) if ranks.is_first else None
     step = moec.compile(model, plan)
+    batches = joined_batches(model, step.plan, steps, seed)
     one = None if reference is None else OneRank(reference, joined_plan(plan))
     return compare(step, one, batches, ranks.rank)
 

@@ -125,7 +125,7 @@ def _compiled(model: nn.Module, plan: Plan, options: RunOptions, console: Consol
         _check_rows(folder, plan)
         try:
             step = moec.load(folder, model, plan=plan, weights=start)
-            write_plan(folder, plan)
+            write_plan(folder, step.plan)
             return step
         except ArtifactError as error:
             if not may_change(error.where):

@@ -116,10 +116,11 @@ def verify(model: nn.Module, plan: Plan | None = None, *, steps: int = 3, seed: 
     plan = plan or Plan.from_dict(DEFAULTS)
     view = training_view(model, plan)
     device = next(model.parameters()).device
+    pair = StepPair(model, plan, counts={counts for _, counts, _ in view.balanced})
+    plan = pair.compiled.plan
     source = random_batches(plan, view.vocabulary or vocabulary_of(model), seed, view.images)
     batches = [{name: value.to(device) for name, value in next(source).items()} for _ in range(steps)]
     report = Report(passes=check_passes(copy.deepcopy(model), plan, microbatches(batches[0])[0]))
-    pair = StepPair(model, plan, counts={counts for _, counts, _ in view.balanced})
     comparisons = [one for number, batch in enumerate(batches, 1) for one in pair.step(number, batch)]
     report.comparisons = pair.settled(comparisons, batches)
     report.losses = pair.losses

@@ -82,7 +82,7 @@ class BatchRules:
         shaped = value.unsqueeze(0) if value.dim() == 2 and plan.accumulation == 1 else value
         right = shaped.dim() == 3 and tuple(shaped.shape[:2]) == (plan.accumulation, plan.batch)
         if right and plan.dynamic == "length":
-            right = plan.min_length <= shaped.shape[2] <= plan.length
+            right = plan.shortest <= shaped.shape[2] <= plan.length
         elif right:
             right = shaped.shape[2] == plan.length
         if not right:
@@ -97,16 +97,16 @@ class BatchRules:
     def _length_refusal(self, shaped: Tensor) -> str:
         """Which lengths the step takes, where the length is what is wrong."""
         plan = self.plan
-        if plan.dynamic is None or shaped.dim() != 3 or plan.min_length <= shaped.shape[2] <= plan.length:
+        if plan.dynamic is None or shaped.dim() != 3 or plan.shortest <= shaped.shape[2] <= plan.length:
             return ""
         found = shaped.shape[2]
-        if found < plan.min_length:
-            return f"its length is {found}, the shortest that the graph takes is {plan.min_length} (plan.min_length)"
+        if found < plan.shortest:
+            return f"its length is {found}, the shortest that the graph takes is {plan.shortest} (plan.min_length)"
         return f"its length is {found}, the longest that the graph takes is {plan.length} (plan.length)"
 
     def _length_text(self) -> str:
         plan = self.plan
-        return f"{plan.min_length}..{plan.length}" if plan.dynamic == "length" else str(plan.length)
+        return f"{plan.shortest}..{plan.length}" if plan.dynamic == "length" else str(plan.length)
 
     def _check_values(self, batch: dict[str, Tensor]) -> None:
         ids, labels = batch["input_ids"], batch["labels"]

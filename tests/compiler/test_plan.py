@@ -116,6 +116,7 @@ def test_override_reaches_nested_fields_and_lists() -> None:
         ("disable: [1]", "plan.disable", "text"),
         ("dynamic: batch", "plan.dynamic", "one of length"),
         ("{dynamic: length, length: 8, min_length: 8}", "plan.min_length", "2 <= min_length < length"),
+        ("{dynamic: length, length: 2}", "plan.min_length", "2 <= min_length < length"),
         ("{dynamic: length, length: 8, min_length: 1}", "plan.min_length", "2 <= min_length < length"),
         ("loss: {memory: 1.25}", "plan.loss.memory", "text"),
         ("loss: {memory: 1.25GB}", "plan.loss.memory", "'1.25GB' is not a size in bytes such as 1.25GiB"),

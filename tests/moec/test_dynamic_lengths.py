@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 import moec
-from moec.compiler.errors import BatchError, CaptureError
-from moec.compiler.plan import Plan
+from moec.compiler.errors import ArtifactError, BatchError, CaptureError
+from moec.compiler.plan import OptimizerPlan, Plan
 
 from ..spine import WIDTH, Language, Layer, batch_for, distance, eager, seeded, small_k3
 
 
-def plan_of(shortest: int, longest: int, **options: Any) -> Plan:
+def plan_of(shortest: int | None, longest: int, **options: Any) -> Plan:
     return Plan(batch=2, length=longest, dynamic="length", min_length=shortest, check=True, **options)
 
 
@@ -108,7 +110,8 @@ def test_the_shortest_length_is_found_and_works(layers: tuple[Any, ...], shortes
     assert error.what == f"one graph does not take every length from 2 to 24: it takes lengths from {shortest} to 24"
     assert (error.where, reason in error.why) == ("plan.min_length", True)
     assert error.hint.startswith(f"set min_length: {shortest}, or ")
-    equal_at(make(), plan_of(shortest, 24), (shortest, shortest + 1, 23, 24))
+    step = equal_at(make(), plan_of(None, 24), (shortest, shortest + 1, 23, 24))
+    assert step.plan == plan_of(shortest, 24)
 
 
 def test_conditions_that_only_backward_makes_are_found() -> None:
@@ -116,11 +119,27 @@ def test_conditions_that_only_backward_makes_are_found() -> None:
         moec.compile(seeded(Language, Doubled(), Doubled()), plan_of(3, 24))
     assert caught.value.what == "one graph does not take every length from 3 to 24: it takes lengths from 11 to 24"
     assert caught.value.why == "the backward of layer was traced with length >= 11"
-    equal_at(seeded(Language, Doubled(), Doubled()), plan_of(11, 24), (11, 24))
+    step = equal_at(seeded(Language, Doubled(), Doubled()), plan_of(None, 24), (11, 24))
+    assert step.plan.min_length == 11
+
+
+def test_an_open_shortest_length_is_that_of_the_artefact(tmp_path: Path) -> None:
+    model, plan = seeded(Language, Layer(), Layer()), Plan(batch=2, length=24, dynamic="length")
+    folder = moec.compile(model, plan).save(tmp_path / "saved")
+    assert moec.load(folder, model, plan=plan).plan.min_length == 3
+    with pytest.raises(ArtifactError, match=r"plan\.min_length"):
+        moec.load(folder, model, plan=replace(plan, min_length=4))
+
+
+def test_a_model_with_an_open_shortest_length_is_verified() -> None:
+    plan = Plan(batch=2, length=8, dynamic="length", optimizer=OptimizerPlan(lr=1e-2))
+    report = moec.verify(seeded(Language, Layer(), Layer()), plan, steps=2)
+    assert report.equal, str(report)
 
 
 def equal_at(model: Any, plan: Plan, lengths: tuple[int, ...]) -> moec.CompiledStep:
     step = moec.compile(model, plan)
+    plan = step.plan
     for length in lengths:
         batch = batch_for(plan, seed=length, length=length)
         batch["labels"][:, 1] = batch["input_ids"][:, 1]  # so that there is one in the shortest
