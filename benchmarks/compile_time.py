@@ -55,9 +55,10 @@ def main() -> None:
 def measure(target: str, depth: int, world: int, length: int) -> dict[str, Any]:
     """One compilation in this process; depth 0 keeps the target's own."""
     from moec import Plan
+    from moec.arguments import is_preset
     from moec.compiler.plan import MeshPlan
     from moec.driver import build as compile_program
-    from moec.targets import fake_target, is_preset
+    from moec.targets import fake_target
 
     started, worked = time.perf_counter(), time.process_time()
     model = _shortened(target, depth) if depth and is_preset(target) else fake_target(target)

@@ -38,7 +38,8 @@ from moec.compiler.plan import MeshPlan, OptimizerPlan
 from moec.models.build import build
 from moec.models.k3.config import K3Config
 from moec.models.k3.model import K3Model
-from moec.runtime.launch import join, launch, launched
+from moec.runtime.launch import join, launch
+from moec.runtime.launched import launched
 from moec.runtime.optimizer import parameter_groups
 from moec.runtime.state import StepState
 

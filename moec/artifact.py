@@ -1,14 +1,4 @@
-"""The artefact: a folder with the program, its plan, log, graphs, and the fingerprint that tells whether it still fits.
-
-step.py               the program
-plan.yaml             the plan it was compiled for
-log.jsonl             the pass log
-state_map.json        every weight and buffer: shape, dtype, trained or not, tied to what
-fingerprint.json      versions, device, plan and weights; compared field by field on load
-constants.safetensors tensors the program refers to; buffers.safetensors: buffers that the model computes itself
-buckets.json          what lies sharded where, and collectives.json: in which order ranks meet; for several ranks
-graphs/STAGE/UNIT.txt the graphs of every stage
-"""
+"""Write an artefact, read its graphs, and tell whether it still fits: its fingerprint, field by field."""
 
 from __future__ import annotations
 
@@ -24,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import moec
+from moec.artifact_files import BUFFERS, FINGERPRINT, GRAPHS, LOG, PLAN, STATE_MAP, read_json
 from moec.codegen.program import ProgramText
 from moec.compiler.errors import ArtifactError
 from moec.compiler.fake import is_fake
@@ -34,11 +25,6 @@ from moec.compiler.view import TrainingView
 from moec.runtime.durable import write_file
 from moec.runtime.program import CONSTANTS, PROGRAM
 
-PLAN, LOG, STATE_MAP, FINGERPRINT, GRAPHS = "plan.yaml", "log.jsonl", "state_map.json", "fingerprint.json", "graphs"
-ARTIFACT = "artifact"
-"""The artefact's folder inside the folder of a run."""
-BUFFERS, WEIGHTS = "buffers.safetensors", "weights.safetensors"
-BUCKETS, COLLECTIVES = "buckets.json", "collectives.json"
 FORMAT = 2
 
 
@@ -130,27 +116,6 @@ def write_plan(folder: Path, plan: Plan) -> None:
     fingerprint = read_json(folder, FINGERPRINT) | {"plan": plan.to_dict()}
     write_file(folder / PLAN, plan.to_yaml().encode())
     write_file(folder / FINGERPRINT, f"{json.dumps(fingerprint, indent=1)}\n".encode())
-
-
-def read_json(folder: Path, name: str) -> dict[str, Any]:
-    """One of the JSON files; raises ArtifactError when it is missing or broken."""
-    path = folder / name
-    if not path.is_file():
-        raise no_artifact(folder, name)
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ArtifactError(f"{path} is damaged", why=str(error), hint="compile it again") from error
-
-
-def no_artifact(folder: Path, lacking: str) -> ArtifactError:
-    """The error for a folder that lacks a part which every artefact has."""
-    inner = folder / ARTIFACT
-    return ArtifactError(
-        f"{folder} has no {lacking}",
-        why="it is no moec artefact, or an incomplete one",
-        hint=f"the artefact of this run is {inner}" if (inner / FINGERPRINT).is_file() else "compile it again",
-    )
 
 
 def read_stages(folder: Path) -> dict[str, StageGraphs]:

@@ -2,7 +2,8 @@
 
 TARGET is a preset (`moec presets`), `module:factory` with factory() -> nn.Module, or a Hugging Face config.json.
 Exit codes: 0 success; 1 verification found a difference; 2 an error of use, printed with what, where, why and what
-to do. Commands import what they need when they run, so that `--help` answers at once.
+to do. Commands first check their arguments, and import what needs torch after that: `--help` and
+typing errors are answered at once.
 """
 
 from __future__ import annotations
@@ -109,13 +110,20 @@ def compile_command(
     device: DeviceOption = None,
 ) -> None:
     """Compile a training step and write it to a folder; needs no memory for weights unless they are given."""
-    from moec.emit import emit
-    from moec.overview import compile_report
+    from moec.arguments import check_target, check_weights
+    from moec.artifact_files import check_room
     from moec.settings import read_plan
-    from moec.targets import build_target, fake_target
 
     started = time.perf_counter()
     chosen, _ = read_plan(plan, settings)
+    check_target(target)
+    check_weights(weights)
+    check_room(out)
+
+    from moec.emit import emit
+    from moec.overview import compile_report
+    from moec.targets import build_target, fake_target
+
     place = _device(device)
     if weights is None:
         model = fake_target(target, dtype=_dtype(chosen), device=place)
@@ -133,6 +141,13 @@ def inspect(
     diff: Annotated[tuple[str, str] | None, typer.Option(help="Compare the graphs of two stages.")] = None,
 ) -> None:
     """Show what a compilation did; without an option, an overview."""
+    from moec.artifact_files import FINGERPRINT, GRAPHS, LOG, check_holds
+
+    graphs, log = stage is not None or diff is not None, step_pass is not None
+    check_holds(
+        folder, *([GRAPHS] if graphs else []), *([LOG] if log else []), *([] if graphs or log else [FINGERPRINT])
+    )
+
     from moec.overview import difference, overview, pass_report
     from moec.step import pick_stage
 
@@ -164,21 +179,25 @@ def verify(
 
     With --lockstep or --ranks, compare the step of that many ranks (mesh.ep with --set) with the compiled step of one.
     """
-    from moec import verification as checks
+    from moec.arguments import check_target, check_weights
     from moec.compiler.errors import PlanError
-    from moec.rank_checks import verify_lockstep, verify_ranks
-    from moec.runtime.launch import launch, launched
-    from moec.settings import read_plan, with_packing
-    from moec.targets import build_target
+    from moec.runtime.launched import launched
+    from moec.settings import TO_VERIFY, read_plan, with_packing
 
     if lockstep != 1 and ranks != 1:
         raise PlanError("--lockstep and --ranks exclude each other", hint="give one of them")
-    if ranks != 1 and launched() is None:
-        raise typer.Exit(launch([sys.executable, "-m", "moec", *context.meta[_ARGUMENTS]], ranks))
-    world = lockstep if lockstep != 1 else (launched() or (0, 1))[1]
+    world = lockstep if lockstep != 1 else (launched() or (0, ranks))[1]
     overrides = [*settings, *([f"dtype={dtype}"] if dtype else [])]
-    defaults = checks.DEFAULTS if world == 1 else {**checks.DEFAULTS, "batch": 1, "mesh": {"fsdp": world}}
+    defaults = TO_VERIFY if world == 1 else {**TO_VERIFY, "batch": 1, "mesh": {"fsdp": world}}
     chosen, given = read_plan(plan, overrides, defaults)
+    check_target(target)
+    check_weights(weights)
+    _launch_others(context, ranks)
+
+    from moec import verification as checks
+    from moec.rank_checks import verify_lockstep, verify_ranks
+    from moec.targets import build_target
+
     place, own = _joined(_device(device), chosen) if lockstep == 1 else (_device(device), None)
     model = build_target(target, dtype=_dtype(chosen), device=place, seed=seed, weights=weights)
     chosen = with_packing(chosen, given, model)
@@ -220,17 +239,23 @@ def train(
     Several: with --ranks on this machine, or started as `torchrun --nproc-per-node N -m moec train ...`. A resumed run
     keeps its plan, but for the fields given here and for the number of ranks, which changes the batch.
     """
-    from moec.running import RunOptions, TextOptions
-    from moec.runtime.launch import launch, launched
-    from moec.settings import read_plan, with_packing
-    from moec.targets import fake_target
-    from moec.training import earlier_plan, train_model
+    from moec.arguments import check_target, check_weights
+    from moec.runtime.launched import launched
+    from moec.runtime.sources import refuse_missing
+    from moec.settings import earlier_plan, read_plan, with_packing
 
-    if ranks != 1 and launched() is None:
-        raise typer.Exit(launch([sys.executable, "-m", "moec", *context.meta[_ARGUMENTS]], ranks))
-    world = (launched() or (0, 1))[1]
+    world = (launched() or (0, ranks))[1]
     earlier = earlier_plan(out, world) if resume else {}
     chosen, given = read_plan(plan, settings, {"mesh": {"fsdp": world}, **earlier})
+    check_target(target)
+    check_weights(weights)
+    refuse_missing(data)
+    _launch_others(context, ranks)
+
+    from moec.running import RunOptions, TextOptions
+    from moec.targets import fake_target
+    from moec.training import train_model
+
     place, own = _joined(_device(device), chosen)
     model = fake_target(target, dtype=_dtype(chosen), device=place, seed=seed)
     text = TextOptions(data, pattern, tokenizer, seed)
@@ -258,6 +283,14 @@ def run(
     seed: OrderOption = 0,
 ) -> None:
     """Train an emitted step; needs neither the model's source nor a compilation."""
+    from moec.arguments import check_weights
+    from moec.artifact_files import FINGERPRINT, check_holds
+    from moec.runtime.sources import refuse_missing
+
+    check_holds(folder, FINGERPRINT)
+    check_weights(weights)
+    refuse_missing(data)
+
     import moec
     from moec.running import RunOptions, TextOptions, open_text
     from moec.running import run as run_step
@@ -304,10 +337,23 @@ def _device(name: str | None) -> torch.device:
     return device
 
 
+def _launch_others(context: typer.Context, ranks: int) -> None:
+    """Where `ranks` are asked for and this process is none of them, start them and end as they do."""
+    from moec.runtime.launched import launched
+
+    if ranks == 1 or launched() is not None:
+        return
+
+    from moec.runtime.launch import launch
+
+    raise typer.Exit(launch([sys.executable, "-m", "moec", *context.meta[_ARGUMENTS]], ranks))
+
+
 def _joined(device: torch.device, plan: Plan) -> tuple[torch.device, Ranks]:
     """The device of this rank, and which one it is; the only one where no launcher has started this process."""
     from moec.runtime.groups import connect
-    from moec.runtime.launch import join, launched
+    from moec.runtime.launch import join
+    from moec.runtime.launched import launched
 
     if launched() is not None:
         device = join(device)

@@ -39,7 +39,8 @@ def main(
 ) -> None:
     """Train a tiny model on Python source through its compiled step on two ranks, and compare with eager PyTorch."""
     from moec.demo_run import PLAN
-    from moec.runtime.launch import launch, launched
+    from moec.runtime.launch import launch
+    from moec.runtime.launched import launched
 
     if launched() is not None:
         with _errors_shown():
@@ -76,7 +77,7 @@ def report(outcome: Outcome) -> list[Table | str]:
 
 def next_steps(preset: str, out: Path) -> dict[str, str]:
     """What there is to see after a demo, and the file or the command that shows it."""
-    from moec.artifact import ARTIFACT, LOG
+    from moec.artifact_files import ARTIFACT, LOG
     from moec.demo_run import PLAN, STEPS, TEXT
     from moec.runtime.loop import CHECKPOINTS
     from moec.runtime.metrics import METRICS

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from torch import nn
 
-from moec.artifact import BUFFERS, FINGERPRINT, GRAPHS, WEIGHTS
-from moec.compiler.errors import ArtifactError
+from moec.artifact_files import BUFFERS, GRAPHS, WEIGHTS, check_room
 from moec.compiler.log import PassLog
 from moec.compiler.plan import Plan
 from moec.driver import build, write
@@ -21,7 +20,7 @@ def emit(model: nn.Module, plan: Plan, out: Path, *, with_weights: bool = False)
 
     with_weights: store the model's weights beside it, so that `moec run` needs nothing else.
     """
-    _check_room(out)
+    check_room(out)
     compilation = build(model, plan)
     _remove_old(out)
     write(compilation, out)
@@ -29,13 +28,6 @@ def emit(model: nn.Module, plan: Plan, out: Path, *, with_weights: bool = False)
         state = StepState.from_module(model, without_gradient=compilation.unreached)
         export_weights(state, out / WEIGHTS)
     return compilation.log
-
-
-def _check_room(out: Path) -> None:
-    if out.is_file():
-        raise ArtifactError(f"{out} is a file", hint="give a folder to write")
-    if out.is_dir() and any(out.iterdir()) and not (out / FINGERPRINT).is_file():
-        raise ArtifactError(f"{out} holds other files", why="it is no moec artefact", hint="give an empty folder")
 
 
 def _remove_old(out: Path) -> None:

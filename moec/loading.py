@@ -9,7 +9,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 import moec.codegen.triton  # noqa: F401  registers the kernels
-from moec.artifact import BUFFERS, LOG, PLAN, STATE_MAP, WEIGHTS, StateMap, check_fingerprint, read_json
+from moec.artifact import StateMap, check_fingerprint
+from moec.artifact_files import BUFFERS, LOG, PLAN, STATE_MAP, WEIGHTS, read_json
 from moec.compiler.errors import ArtifactError
 from moec.compiler.log import PassLog
 from moec.compiler.plan import Plan

@@ -14,7 +14,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from moec.artifact import FINGERPRINT, LOG, PLAN, STATE_MAP, no_artifact, read_json, read_stages
+from moec.artifact import read_stages
+from moec.artifact_files import FINGERPRINT, LOG, PLAN, STATE_MAP, no_artifact, read_json
 from moec.compiler.errors import ArtifactError
 from moec.compiler.hardware import hardware
 from moec.compiler.log import PassLog, cost_columns

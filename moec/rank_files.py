@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from pathlib import Path
 
-from moec.artifact import BUCKETS, COLLECTIVES, read_json
+from moec.artifact_files import BUCKETS, COLLECTIVES, read_json
 from moec.compiler.layout import BucketInstance, BucketLayout
 from moec.compiler.wire import Collective
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Self
 
-from moec.artifact import FINGERPRINT, STATE_MAP, WEIGHTS, digest, no_artifact, read_json, read_stages, write_plan
+from moec.artifact import digest, read_stages, write_plan
+from moec.artifact_files import FINGERPRINT, STATE_MAP, WEIGHTS, no_artifact, read_json
 from moec.compiler.errors import ArtifactError
 from moec.compiler.log import PassLog
 from moec.compiler.memory import MemoryPlan

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moec.arguments import check_target, is_config, not_importable
 from moec.compiler.deferred import deferred_init, make_buffers
-from moec.compiler.errors import DeferredInitError, PresetError, UnsupportedModelError
+from moec.compiler.errors import DeferredInitError, UnsupportedModelError
 from moec.models.build import build
-from moec.models.presets import preset, preset_names
+from moec.models.presets import preset
 from moec.weights import load_weights
 
 
@@ -62,25 +63,15 @@ def fake_target(
     return model
 
 
-def is_preset(target: str) -> bool:
-    """Whether a target is looked up by name (it is neither a path nor `module:factory`)."""
-    return ":" not in target and not _is_config(target)
-
-
 def _build(target: str, dtype: torch.dtype | None, device: torch.device | str) -> nn.Module:
-    if _is_config(target):
+    check_target(target)
+    if is_config(target):
         from moec.models.huggingface.adapter import from_config
 
         return from_config(target, dtype=dtype, device=device)
     if ":" in target:
         return _convert(_call_factory(target, device), dtype, device).train()
-    if target not in preset_names():
-        raise _unknown(target)
     return build(preset(target), dtype=dtype or torch.float32, device=device).train()
-
-
-def _is_config(target: str) -> bool:
-    return target.endswith(".json") or (Path(target) / "config.json").is_file()
 
 
 def _call_factory(target: str, device: torch.device | str) -> nn.Module:
@@ -112,12 +103,7 @@ def _find_factory(target: str, name: str, attribute: str) -> Callable[[], Any]:
         try:
             module = importlib.import_module(name)
         except (ImportError, ValueError) as error:
-            raise UnsupportedModelError(
-                f"cannot import {name!r}",
-                where=target,
-                why=str(error),
-                hint="give module:factory, the module importable from here, for example my_model:make",
-            ) from error
+            raise not_importable(target, str(error)) from error
     factory = getattr(module, attribute, None)
     if factory is None:
         near = difflib.get_close_matches(attribute, dir(module), n=3)
@@ -149,17 +135,3 @@ def _converted(value: Tensor, dtype: torch.dtype | None, device: torch.device | 
     if new.dtype == value.dtype and new.device == value.device:
         return value
     return nn.Parameter(new, requires_grad=value.requires_grad) if isinstance(value, nn.Parameter) else new
-
-
-def _unknown(target: str) -> PresetError:
-    if Path(target).suffix or "/" in target:
-        return PresetError(
-            f"{target} is no target",
-            why="there is no such config.json",
-            hint="give a preset (moec presets), module:factory, or the path of a Hugging Face config.json",
-        )
-    near = difflib.get_close_matches(target, preset_names(), n=3, cutoff=0.4)
-    return PresetError(
-        f"unknown preset {target}",
-        hint=f"did you mean {', '.join(near)}?" if near else f"presets: {', '.join(preset_names())}",
-    )

@@ -8,18 +8,16 @@ OUT/weights.safetensors  the weights after the last step
 
 from __future__ import annotations
 
-import math
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from torch import nn
 
 import moec
-from moec.artifact import ARTIFACT, PLAN, check_fingerprint, write_plan
+from moec.artifact import check_fingerprint, write_plan
+from moec.artifact_files import ARTIFACT, PLAN
 from moec.compiler.errors import ArtifactError, CheckpointError
 from moec.compiler.plan import Plan
 from moec.emit import emit
@@ -65,22 +63,6 @@ def train_model(
         else:
             step = _compiled_once(model, plan, options, console, ranks, start)
     return step, run(step, data, options, console, on_step, ranks)
-
-
-def earlier_plan(out: Path, ranks: int) -> dict[str, Any]:
-    """Fields of the plan that the run in `out` has been trained with, for `ranks` ranks; none when there is none yet.
-
-    `batch` is such that a step reads as many rows as before, where microbatches of one size can; `mesh.ep` is the most
-    of before that divides the ranks, and experts keep their capacity while rows are exchanged at all.
-    """
-    path = out / ARTIFACT / PLAN
-    if not path.is_file():
-        return {}
-    plan = Plan.from_yaml(path)
-    batch, rest = divmod(rows_per_step(plan), plan.accumulation * ranks)
-    ep = math.gcd(plan.mesh.ep, ranks)
-    mesh = replace(plan.mesh, fsdp=ranks, ep=ep, capacity=plan.mesh.capacity if ep > 1 else 0.0)
-    return replace(plan, mesh=mesh, batch=plan.batch if rest else batch).to_dict()
 
 
 def _check_out(options: RunOptions) -> None:

@@ -38,10 +38,8 @@ from moec.eager import microbatches
 from moec.models.adapters import training_view
 from moec.pass_checks import PassCheck, check_passes, pass_check_table
 from moec.random_batch import random_batches, vocabulary_of
+from moec.settings import TO_VERIFY
 from moec.step_pair import StepPair
-
-DEFAULTS = {"batch": 2, "length": 128}
-"""Plan fields of `moec verify` where the user gives none: equality does not need long rows."""
 
 _LEAST_MOVE = 100.0
 _SHOWN = 10
@@ -113,7 +111,7 @@ def verify(model: nn.Module, plan: Plan | None = None, *, steps: int = 3, seed: 
     """
     if steps < 1:
         raise PlanError(f"steps is {steps}", hint="compare at least one step")
-    plan = plan or Plan.from_dict(DEFAULTS)
+    plan = plan or Plan.from_dict(TO_VERIFY)
     view = training_view(model, plan)
     device = next(model.parameters()).device
     pair = StepPair(model, plan, counts={counts for _, counts, _ in view.balanced})

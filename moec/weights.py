@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from moec.compiler.errors import CheckpointError
 from moec.compiler.pieces import Piece
 from moec.models.huggingface.adapter import is_huggingface
-from moec.models.k3 import published_pieces as k3_pieces
+from moec.models.k3.checkpoint import published_pieces as k3_pieces
 from moec.models.k3.model import K3Model
 from moec.runtime.checkpoint import LATEST, MANIFEST, latest_checkpoint
 from moec.runtime.checkpoint_weights import CheckpointWeights

@@ -34,13 +34,6 @@ _LINES = 20
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
-def launched() -> tuple[int, int] | None:
-    """(rank, number of ranks) of a process that a launcher started, otherwise None."""
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        return None
-    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-
-
 def join(device: torch.device, *, seconds: float = 120.0) -> torch.device:
     """Initialise torch.distributed from the environment; returns the device of this rank.
 

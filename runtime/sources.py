@@ -77,6 +77,7 @@ def find_text(paths: Iterable[str | Path], patterns: Sequence[str] = ()) -> Sour
     files: list[TextFile] = []
     skipped: list[Skipped] = []
     given = [Path(path) for path in paths]
+    refuse_missing(given)
     for path in given:
         if path.is_dir():
             for inside in _walk(path, patterns):
@@ -96,6 +97,13 @@ def find_text(paths: Iterable[str | Path], patterns: Sequence[str] = ()) -> Sour
             hint="give a text file, or a folder that holds some",
         )
     return sources
+
+
+def refuse_missing(paths: Iterable[Path]) -> None:
+    """Raise DataError for a path at which there is nothing."""
+    for path in paths:
+        if not path.exists():
+            raise DataError(f"no file or folder {path}", hint="check the path given as data")
 
 
 def _walk(folder: Path, patterns: Sequence[str]) -> Iterator[Path]:
@@ -145,6 +153,4 @@ def _refusal(skipped: Skipped) -> DataError:
         return DataError(f"{path} is empty", hint="give a file with text")
     if skipped.kind == "binary":
         return DataError(f"{path} is not text", why=skipped.detail, hint="give UTF-8 text, or convert this file first")
-    if not path.exists():
-        return DataError(f"no file or folder {path}", hint="check the path given as data")
     return DataError(f"{path} cannot be read", why=skipped.detail)

@@ -9,8 +9,8 @@ from moec.compiler.capture import capture
 from moec.compiler.document_inputs import document_inputs
 from moec.compiler.plan import Plan
 from moec.compiler.view import TrainingView
-from moec.models import build
 from moec.models.adapters import training_view
+from moec.models.build import build
 from moec.preflight import example_inputs
 
 PLAN = Plan(batch=2, length=16, packing=True)

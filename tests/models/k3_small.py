@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moec.models import build
+from moec.models.build import build
 from moec.models.k3.config import K3Config
 from moec.models.k3.model import K3Model
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from moec.compiler.errors import UnsupportedModelError
 from moec.compiler.plan import Plan
-from moec.models import training_view
+from moec.models.adapters import training_view
 from tests.models.k3_small import assert_close, documents, random_model, small
 
 PLAN = Plan(batch=2, length=8)

@@ -9,9 +9,10 @@ import torch
 
 from moec.compiler.errors import CheckpointError
 from moec.compiler.pieces import by_weight
-from moec.models import build, preset
-from moec.models.k3 import published_pieces, to_huggingface
+from moec.models.build import build
+from moec.models.k3.checkpoint import published_pieces, to_huggingface
 from moec.models.k3.config import K3Config
+from moec.models.presets import preset
 from tests.models.k3_small import kimi_linear_small, random_model, small
 
 CONFIGS = {

@@ -12,9 +12,10 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from moec.compiler.errors import BatchError
-from moec.models import build, preset
+from moec.models.build import build
 from moec.models.k3.config import K3Config
 from moec.models.k3.model import K3Model
+from moec.models.presets import preset
 from tests.models.k3_small import assert_close, documents, kimi_linear_small, random_model, small
 
 KINDS = {

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moec.models import build, preset
-from moec.models.k3 import count_parameters, to_huggingface
+from moec.models.build import build
+from moec.models.k3.checkpoint import to_huggingface
+from moec.models.k3.counts import count_parameters
 from moec.models.k3.model import K3Model
 from moec.models.k3.residual import DepthMix
+from moec.models.presets import preset
 
 VISION = 401_214_464 + 46_144_512
 EXPERT = 3 * 3584 * 3072

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from moec.compiler.errors import PresetError
-from moec.models import preset, preset_names
 from moec.models.k3.config import K3Config
+from moec.models.presets import preset, preset_names
 from tests.models.k3_small import SMALL, small
 
 

@@ -48,6 +48,38 @@ def test_help_names_every_command_and_loads_no_torch() -> None:
         assert command in done.stdout
 
 
+WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from moec.cli import main; main()"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["compile", "k3-tinny", "--out", "OUT"], "did you mean k3-tiny"),
+        (["compile", "k3-tiny", "--out", "OUT", "--set", "lenght=3"], "unknown plan field lenght"),
+        (["compile", "k3-tiny", "--out", "OUT", "--weights", "none"], "no weights at none"),
+        (["compile", "k3-tiny", "--out", "BAD/config.json"], "is a file"),
+        (["compile", "BAD", "--out", "OUT"], "config.json is not JSON"),
+        (["compile", "none/config.json", "--out", "OUT"], "no config at none/config.json"),
+        (["verify", "no_such_module:make"], "cannot import 'no_such_module'"),
+        (["verify", "k3-tiny", "--plan", "none.yaml"], "no plan file at none.yaml"),
+        (["verify", "k3-tiny", "--ranks", "2", "--set", "mesh.ep=3"], "ep must divide fsdp"),
+        (["train", "k3-tiny", "--data", "none", "--steps", "1", "--out", "OUT"], "no file or folder none"),
+        (["train", "k3-tinny", "--data", "BAD", "--steps", "1", "--out", "OUT", "--ranks", "2"], "unknown preset"),
+        (["run", "none", "--data", "BAD", "--steps", "1", "--out", "OUT"], "none has no fingerprint.json"),
+        (["inspect", "none", "--stage", "fused"], "none has no graphs"),
+    ],
+)
+def test_mistakes_in_arguments_are_answered_before_torch_is_loaded(
+    arguments: list[str], text: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text("{")
+    places = {"OUT": tmp_path / "out", "BAD": tmp_path, "BAD/config.json": tmp_path / "config.json"}
+    command = [sys.executable, "-c", WITHOUT_TORCH, *(str(places.get(argument, argument)) for argument in arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.startswith("error: ")) == (2, True), done.stderr
+    assert text in done.stderr
+
+
 def test_the_module_runs_as_a_program() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "moec", "inspect", "no-such-folder"], capture_output=True, text=True, check=False
@@ -167,7 +199,7 @@ def test_names_are_never_cut_off(artifact: Path, columns: int | None) -> None:
         (["compile", "tests.moec.small_models:make_without_loss", "--out", "OUT"], "tensor of shape [1, 512, 260]"),
         (["compile", FACTORY, "--out", "OUT", "--plan", "FILE"], "FILE"),
         (["run", "none", "--data", "x", "--steps", "1", "--out", "OUT"], "none has no fingerprint.json"),
-        (["run", "ARTIFACT", "--data", "x", "--steps", "1", "--out", "OUT"], "no weights at"),
+        (["run", "ARTIFACT", "--data", "FILE", "--steps", "1", "--out", "OUT"], "no weights at"),
     ],
 )
 def test_errors_of_use_are_explained(arguments: list[str], text: str, artifact: Path, tmp_path: Path) -> None:

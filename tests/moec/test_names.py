@@ -17,7 +17,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 import moec
-from moec.artifact import STATE_MAP
+from moec.artifact_files import STATE_MAP
 from moec.compiler.plan import Plan
 from moec.overview import pass_report
 from moec.runtime import load_checkpoint, save_checkpoint

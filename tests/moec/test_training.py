@@ -17,7 +17,7 @@ from torch import Tensor
 from typer.testing import Result
 
 from moec.compiler.plan import MeshPlan, Plan
-from moec.training import earlier_plan
+from moec.settings import earlier_plan
 
 from .test_cli import FACTORY, SMALL_PLAN, run, said
 

@@ -16,8 +16,8 @@ from moec.compiler.document_inputs import document_inputs
 from moec.compiler.graph import Unit
 from moec.compiler.pass_manager import Pass, PassContext, Report
 from moec.compiler.plan import Plan
-from moec.models import build
 from moec.models.adapters import training_view
+from moec.models.build import build
 from moec.passes.fuse_attention_gate import FuseAttentionGate
 from moec.passes.fuse_dsa import FuseDsa
 from moec.passes.normalize import Normalize

@@ -14,8 +14,8 @@ from moec.compiler.capture import capture
 from moec.compiler.graph import Unit
 from moec.compiler.pass_manager import Report
 from moec.compiler.plan import Plan
-from moec.models import build
 from moec.models.adapters import training_view
+from moec.models.build import build
 from moec.models.k3.layer import Layer
 from moec.models.k3.model import K3Model
 from tests.passes.support import ONE_RANK

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from moec.compiler.errors import RankError
-from moec.runtime.launch import join, launch, launched
+from moec.runtime.launch import join, launch
+from moec.runtime.launched import launched
 
 RANK = Path(__file__).with_name("launched_rank.py")
 RANKS = 3
