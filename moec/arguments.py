@@ -13,7 +13,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from moec.compiler.errors import CheckpointError, PresetError, UnsupportedModelError
-from moec.models.presets import preset_names
 
 
 def check_target(target: str) -> None:
@@ -55,6 +54,8 @@ def not_importable(target: str, why: str) -> UnsupportedModelError:
 
 
 def _check_preset(target: str) -> None:
+    from moec.models.presets import preset_names  # `moec run` works without the folder of models
+
     names = preset_names()
     if target in names:
         return
