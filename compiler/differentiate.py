@@ -28,7 +28,7 @@ from moec.compiler._torch_compat import (
 from moec.compiler.errors import PassError
 from moec.compiler.fake import fake_like
 from moec.compiler.graph import Unit, module_path, tensor_meta
-from moec.compiler.unused_gradients import ask_for_used_gradients
+from moec.compiler.unused_gradients import ask_for_used_gradients, leave_to_backward
 
 aten = torch.ops.aten
 
@@ -74,6 +74,7 @@ def differentiate(unit: Unit, *, input_flags: list[bool] | None = None) -> Joint
     _clean(found)
     _rebase_sizes(found)
     ask_for_used_gradients(found.graph)
+    leave_to_backward(found.graph)
     found.graph.eliminate_dead_code()  # also values of which only the size was used: they would be saved for backward
     return found
 

@@ -50,6 +50,16 @@ class Expression:
         assert GRAD not in self.inputs
         return _derivative(self)
 
+    def renamed(self, names: Mapping[str, str]) -> Expression:
+        """The same with other names for its inputs; `names` has a new one for each that the results read."""
+        done: dict[Term, Term] = {}
+        for term in ordered(self.results):
+            if term.op == "input":
+                done[term] = variable(names[str(term.value)])
+            else:
+                done[term] = call(term.op, *(done[a] for a in term.args)) if term.args else term
+        return Expression(self.inputs, tuple(done[term] for term in self.results))
+
     def expanded(self) -> Expression:
         """The same in ops that have no expansion."""
         return Expression(self.inputs, tuple(_expanded(self.results)))
@@ -344,8 +354,14 @@ def _evaluate(expression: Expression, values: Sequence[Tensor]) -> tuple[Tensor,
             if term.op in _OF_TENSORS:
                 args = [a if isinstance(a, Tensor) else like.new_full((), a) for a in args]
             found[term] = OPS[term.op].torch(*args)
-    results = (found[term] for term in expression.results)
-    return tuple(r if isinstance(r, Tensor) else like.new_full(like.shape, r) for r in results)
+    return tuple(_of_its_own(term, found[term], like) for term in expression.results)
+
+
+def _of_its_own(term: Term, value: Any, like: Tensor) -> Tensor:
+    """A result as a tensor that is no input."""
+    if not isinstance(value, Tensor):
+        return like.new_full(like.shape, value)
+    return value.clone() if term.op == "input" else value
 
 
 _OF_TENSORS = {"where", "minimum", "maximum", "sub", "div", "add", "mul"}

@@ -130,6 +130,7 @@ _AND = " / "
 _OPS = torch.ops.moec
 OPTIONAL: dict[OpOverload, Mapping[int, str]] = {
     _OPS.linear_cross_entropy_sum.default: {2: "hidden_grad", 3: "weight_grad", 4: "weight_grad"},
+    _OPS.expert_up.default: {0: "keep_pre", 1: "keep_act"},
 }
 TUNING: dict[OpOverload, Callable[[fx.Node], Tuning | None]] = {
     _OPS.kda.default: _short_chunks(_kda_width),

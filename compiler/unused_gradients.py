@@ -25,6 +25,16 @@ def ask_for_used_gradients(graph: fx.Graph) -> int:
     return dropped
 
 
+def leave_to_backward(graph: fx.Graph) -> None:
+    """Take away the arguments that ops take for their backward alone: a differentiated graph gives them to it."""
+    for node in graph.nodes:
+        definition = lookup(node.target)
+        if definition is not None and node.target is definition.op and definition.for_backward:
+            arguments = zip(_names(node), bound_args(node), strict=True)
+            node.args = tuple(None if name in definition.for_backward else value for name, value in arguments)
+            node.kwargs = {}
+
+
 def _ask(node: fx.Node, definition: Definition) -> int:
     arguments = dict(zip(_names(node), bound_args(node), strict=True))
     gradients = [result.name.removeprefix("grad_") for result in node.target._schema.returns]  # type: ignore[union-attr]

@@ -15,6 +15,7 @@ from moec.compiler.dialect.exchange import (
     local_offsets,
     overflow,
 )
+from moec.compiler.dialect.expert_pipeline import expert_down, expert_slots, expert_up
 from moec.compiler.dialect.experts import grouped_linear, permute, unpermute
 from moec.compiler.dialect.kda import kda
 from moec.compiler.dialect.log_probs import token_log_probs
@@ -41,6 +42,9 @@ __all__ = [
     "exchange_counts",
     "exchange_padded",
     "exchange_padded_back",
+    "expert_down",
+    "expert_slots",
+    "expert_up",
     "fetch",
     "gated_mlp_act",
     "gated_norm",

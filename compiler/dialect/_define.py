@@ -14,6 +14,9 @@ which autograd turns into None.
 A backward whose last argument is `bool[]? needed` makes only the gradients that are asked for, one flag for each in
 order, and returns empty tensors for the others; None asks for all. Forward arguments that only some of the gradients
 need (`only_for`) are declared `Tensor?`, and are None, and not kept for backward, when none of those is asked for.
+
+An argument that the forward does not read at all (`for_backward`) is declared `Tensor?` in its schema: a differentiated
+graph gives it to the backward alone. So the result of an op can be what the backward of a later one starts from.
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ def define_op(
     backward_fake: Callable[..., Any] | None = None,
     backward_flops: str = "0",
     only_for: Mapping[str, Sequence[str]] | None = None,
+    for_backward: Sequence[str] = (),
     recompute: bool = True,
     source: str = "",
     summary: str = "",
@@ -68,6 +72,7 @@ def define_op(
             backward=gradient,
             backward_flops=backward_flops,
             only_for=readers,
+            for_backward=tuple(for_backward),
             recompute=recompute,
             source=source,
             summary=summary,

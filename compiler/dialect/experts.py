@@ -49,16 +49,21 @@ def unpermute(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
 
 
 def _permute(x: Tensor, indices: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    order, offsets = sorted_slots(indices, experts, "permute")
+    rows = x.index_select(0, order.div(indices.shape[1], rounding_mode="floor"))
+    return rows, order, offsets
+
+
+def sorted_slots(indices: Tensor, experts: int, op: str) -> tuple[Tensor, Tensor]:
+    """The order and the offsets of `permute`; `op` is what an error names."""
     choices = indices.flatten()
     if choices.device.type == "cpu" and choices.numel():
         low, high = (int(end) for end in choices.aminmax())
         if low < 0 or high >= experts:
-            raise IndexError(f"moec::permute: expert index {low if low < 0 else high} is outside [0, {experts})")
+            raise IndexError(f"moec::{op}: expert index {low if low < 0 else high} is outside [0, {experts})")
     ordered, order = choices.sort(stable=True)
-    ends = torch.arange(experts, device=x.device, dtype=choices.dtype)
-    offsets = torch.searchsorted(ordered, ends, right=True, out_int32=True)
-    rows = x.index_select(0, order.div(indices.shape[1], rounding_mode="floor"))
-    return rows, order, offsets
+    ends = torch.arange(experts, device=choices.device, dtype=choices.dtype)
+    return order, torch.searchsorted(ordered, ends, right=True, out_int32=True)
 
 
 def _permute_backward(grad_rows: Tensor, indices: Tensor, order: Tensor) -> Tensor:

@@ -41,6 +41,7 @@ class Definition:
     backward_flops: the same for the backward op, in the names of the forward's shapes, and need_NAME, which is 1 where
         the gradient of NAME is asked for and else 0.
     only_for: forward argument -> the gradients that alone read it in backward.
+    for_backward: optional forward arguments that the forward does not read: autograd hands them to the backward.
     recompute: whether a partition may run the op again in backward (never for routing decisions).
     source: paper or section that states the formula.
     """
@@ -52,6 +53,7 @@ class Definition:
     backward: OpOverload | None = None
     backward_flops: str = "0"
     only_for: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    for_backward: tuple[str, ...] = ()
     recompute: Recompute = True
     source: str = ""
     summary: str = field(default="", compare=False)
