@@ -90,6 +90,10 @@ class RankError(MoecError):
     """Ranks that cannot work together: they differ, one of them stopped, or they are not as many as the mesh says."""
 
 
+class AgreedError(RankError):
+    """Something that ranks told each other, so that all of them raise at the same place."""
+
+
 class CapacityError(MoecError):
     """More rows for an expert than the plan's capacity leaves room for."""
 

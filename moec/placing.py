@@ -24,6 +24,7 @@ from moec.compiler.layout import BucketInstance
 from moec.compiler.log import PassLog
 from moec.compiler.plan import Plan
 from moec.rank_files import read_buckets, read_collectives
+from moec.runtime.handshake import shake_hands
 from moec.runtime.ranks import Ranks
 from moec.runtime.sharded_state import ShardedState
 from moec.runtime.state import StepState
@@ -63,6 +64,13 @@ def step_over(
 
     ranks = connect(plan.mesh, program.DEVICE)
     buckets = read_buckets(folder)
+    if weights is None:
+        shake_hands(
+            {"initial weights": ModuleWeights(model).signature()},
+            ranks.world,
+            program.DEVICE,
+            hint="build the model from the same seed on every rank, or give weights=FILE",
+        )
 
     def fill() -> ShardedState:
         source = None if weights is None else _source(model, weights, ranks)

@@ -26,6 +26,7 @@ from moec.running import RunOptions, TextOptions, open_text, run
 from moec.runtime import StepResult, TrainSummary, latest_checkpoint
 from moec.runtime.control import first_rank_decides
 from moec.runtime.groups import watch_of
+from moec.runtime.handshake import lines_of, shake_hands
 from moec.runtime.identity import may_change, rows_per_step
 from moec.runtime.loop import CHECKPOINTS, check_request
 from moec.runtime.metrics import METRICS
@@ -55,6 +56,7 @@ def train_model(
     """
     ranks = ranks or Ranks()
     with watched(watch_of(ranks, options.rank_seconds, lambda: "no step was made; start all ranks again")):
+        _agree(model, plan, text, options, ranks)
         _check_out(options)
         data = open_text(text, plan, training_view(model, plan).vocabulary, ranks)
         start = _start(model, options, ranks, weights)
@@ -63,6 +65,20 @@ def train_model(
         else:
             step = _compiled_once(model, plan, options, console, ranks, start)
     return step, run(step, data, options, console, on_step, ranks)
+
+
+def _agree(model: nn.Module, plan: Plan, text: TextOptions, options: RunOptions, ranks: Ranks) -> None:
+    """Ranks that were asked for different things are told so, on every rank, before the first one compiles."""
+    if ranks.world == 1:
+        return
+    run = {"steps": options.steps, "resume": options.resume, "checkpoint_every": options.checkpoint_every}
+    described = {name: f"{p.dtype} {list(p.shape)}" for name, p in model.named_parameters(remove_duplicate=False)}
+    sections = {
+        "plan": lines_of(plan.to_dict()),
+        "model": lines_of(described),
+        "run": lines_of(run | {"seed": text.seed, "patterns": list(text.patterns)}),
+    }
+    shake_hands(sections, ranks.world, next(model.parameters()).device)
 
 
 def _check_out(options: RunOptions) -> None:

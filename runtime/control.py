@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from moec.compiler.errors import MoecError, RankError
+from moec.compiler.errors import AgreedError, MoecError
 from moec.runtime.ranks import Ranks
 
 _functional = torch.ops._c10d_functional
@@ -53,5 +53,5 @@ def first_rank_decides(decide: Callable[[], str], ranks: Ranks, device: torch.de
         raise refusal
     if problem:
         what, where, why, hint = problem
-        raise RankError(f"rank 0 stopped: {what}", where=where, why=why, hint=hint)
+        raise AgreedError(f"rank 0 stopped: {what}", where=where, why=why, hint=hint)
     return text

@@ -31,7 +31,7 @@ from moec.compiler._torch_compat import (
     unregister_process_group,
 )
 from moec.compiler.collectives import ROLES, group_of
-from moec.compiler.errors import RankError
+from moec.compiler.errors import AgreedError, RankError
 from moec.compiler.plan import MeshPlan
 from moec.runtime.bulletin import Bulletin
 from moec.runtime.differences import first_difference, versions
@@ -83,9 +83,11 @@ def connect(
     here = json.dumps({"versions": versions(), "mesh": fields, "device": [device.type]})
     found = first_difference([json.loads(text) for text in bulletin.exchange(f"{topic}/hello", here, build_seconds)])
     if found:
-        raise RankError(f"ranks cannot be connected: {found}", hint="start every rank with the same plan and versions")
+        raise AgreedError(
+            f"ranks cannot be connected: {found}", hint="start every rank with the same plan and versions"
+        )
     if world != mesh.world:
-        raise RankError(
+        raise AgreedError(
             f"the plan's mesh has {mesh.world} ranks, {world} were started",
             where="plan.mesh.fsdp",
             hint=f"start {mesh.world} ranks, or set mesh.fsdp={world} and an ep that divides it",
@@ -96,7 +98,7 @@ def connect(
     problems = bulletin.exchange(f"{topic}/built", problem, build_seconds + 10)
     failed = [(other, text) for other, text in enumerate(problems) if text]
     if failed:
-        raise RankError(
+        raise AgreedError(
             f"{len(failed)} of {mesh.world} ranks could not build their groups",
             why="; ".join(f"rank {other}: {text}" for other, text in failed[:4]),
             hint="check that the ranks reach each other over the network and that each has a device of its own, and "

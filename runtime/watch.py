@@ -28,7 +28,7 @@ from typing import NoReturn
 
 from torch.distributed import DistError, Store
 
-from moec.compiler.errors import RankError
+from moec.compiler.errors import AgreedError, RankError
 from moec.runtime.bulletin import Bulletin
 from moec.runtime.process import Process
 
@@ -188,7 +188,7 @@ def watched(watch: Watch | None) -> Iterator[None]:
 
 def _is_about_others(error: BaseException) -> bool:
     if isinstance(error, RankError | DistError):
-        return True
+        return not isinstance(error, AgreedError)
     return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _SIGNS)
 
 

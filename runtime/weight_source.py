@@ -13,6 +13,7 @@ from moec.compiler.deferred import recording_of
 from moec.compiler.errors import ArtifactError
 from moec.compiler.fake import is_fake
 from moec.compiler.overlap import overlaps_itself, write_overlapping
+from moec.runtime.checksum import checksum
 from moec.runtime.inventory import Inventory
 
 
@@ -88,6 +89,13 @@ class ModuleWeights:
     def buffer(self, path: str) -> Tensor | None:
         """The module's own buffers are the run's."""
         return None
+
+    def signature(self) -> list[str]:
+        """Lines that are equal where the values are, in other processes too."""
+        found = [f"{path}: values {checksum(w):08x}" for path, w in self._weights.items() if not is_fake(w)]
+        operations = self._recording.operations if self._recording is not None else ()
+        draws = [(operation.function, operation.draw) for operation in operations if operation.draw is not None]
+        return found + [f"{function} from generator at {draw.before.hex()}" for function, draw in draws]
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 _PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload(["torch", "torch.distributed", "moec.runtime.groups", "moec.runtime.watch"])
+_PROCESSES.set_forkserver_preload(["torch", "moec.runtime.groups", "moec.training"])
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ def test_a_refusal_of_rank_0_is_one_of_all() -> None:
 
     first, second = simulate(MeshPlan(fsdp=2), either)
     assert first == "DataError: nothing to read\n  where: here\n  why:   it is gone\n  do:    look"
-    assert second == "RankError: rank 0 stopped: nothing to read\n  where: here\n  why:   it is gone\n  do:    look"
+    assert second == "AgreedError: rank 0 stopped: nothing to read\n  where: here\n  why:   it is gone\n  do:    look"
 
 
 # Gradient norms (C30)
