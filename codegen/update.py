@@ -27,14 +27,18 @@ def header_text(model: str, plan: Plan, captured: Capture) -> str:
     return "\n".join(lines)
 
 
-def update_text(plan: Plan, routers: Sequence[tuple[str, str, int]]) -> str:
-    """Statements of update(state, lr); returns the gradient norm before clipping."""
+def update_text(plan: Plan, routers: Sequence[tuple[str, str, int]], joined: Sequence[str] = ()) -> str:
+    """Statements of update(state, lr); returns the gradient norm before clipping.
+
+    joined: buffers that the forwards of several ranks have written apart.
+    """
     optimizer = plan.optimizer
     common = f"lr=lr, betas={optimizer.betas}, eps={optimizer.eps!r}"
     bound = optimizer.clip_norm if optimizer.clip_norm > 0 else None
     refuses = plan.mesh.capacity > 0 and plan.mesh.overflow == "refuse"
     lines = [
         *(["runtime.refuse_overflow(state)"] if refuses else []),
+        *([f"runtime.join_buffers(state, [{', '.join(map(quoted, joined))}])"] if joined else []),
         "groups = runtime.parameter_groups(state)",
         f"norm = runtime.clip_gradients(state, max_norm={bound})",
         f'runtime.adamw(state, groups["decay"], {common}, weight_decay={optimizer.weight_decay!r})',

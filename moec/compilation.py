@@ -69,6 +69,13 @@ class Compilation:
         written = [*self._buffers(), *(bias for bias, _, _ in self.balanced_routers())]
         return sorted({self.captured.tied.get(path, path) for path in written})
 
+    def joined_buffers(self) -> list[str]:
+        """Buffers that the forwards of several ranks write apart; what routers count is summed where it is used."""
+        if self.plan.mesh.world == 1:
+            return []
+        counts = {histogram for _, histogram, _ in self.view.balanced}
+        return sorted({self.captured.tied.get(path, path) for path in self._buffers() if path not in counts})
+
     def _buffers(self) -> Collection[str]:
         """Those that the forward writes."""
         return self.joint.buffers if self.joint is not None else ()

@@ -158,7 +158,7 @@ def _emit(result: Compilation) -> ProgramText:
         result.outer,
         result.captured.program.outer.signature.outputs,
         result.captured.tied,
-        update_text(result.plan, result.balanced_routers()),
+        update_text(result.plan, result.balanced_routers(), result.joined_buffers()),
         result.host_copies(),
     )
     if result.plan.check:

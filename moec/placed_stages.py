@@ -102,7 +102,7 @@ def _checked_lengths(plan: Plan, joints: Sequence[Joint]) -> list[str]:
 
 
 def _shard(result: Compilation, program: JointProgram) -> None:
-    _refuse_written_buffers(result, program)
+    _refuse_written_weights(result, program)
     with timed(result.log, "sharded") as count:
         context = PassContext(plan=result.plan)
         result.log.records += run_placement(result.sharding, program, context)
@@ -111,16 +111,16 @@ def _shard(result: Compilation, program: JointProgram) -> None:
     result.stages["sharded"] = joint_graphs("sharded", program)
 
 
-def _refuse_written_buffers(result: Compilation, program: JointProgram) -> None:
-    """Every rank would write a value of its own; only what routers count is summed over them."""
-    counts = {histogram for _, histogram, _ in result.view.balanced}
+def _refuse_written_weights(result: Compilation, program: JointProgram) -> None:
+    """A forward has whole weights for a while; what it writes to them would not reach the rows that ranks hold."""
+    weights = dict(result.model.named_parameters(remove_duplicate=False))
     for path in program.outer.buffers:
-        if path not in counts:
+        if path in weights:
             raise UnsupportedModelError(
-                f"the forward writes the buffer {path}",
+                f"the forward writes the weight {path}",
                 where=path.rpartition(".")[0],
-                why=f"each of {result.plan.mesh.world} ranks sees other rows, so their buffers would differ",
-                hint="compile for one rank, or freeze the statistics that the forward keeps",
+                why=f"each of {result.plan.mesh.world} ranks holds a part of it",
+                hint="compile for one rank, or make it a buffer: buffers are whole on every rank",
             )
 
 

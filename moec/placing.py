@@ -158,8 +158,7 @@ class UnconnectedStep(CompiledStep):
         steps = []
         for rank in range(mesh.world):
             state = shards_of(self.model, buckets, Ranks(mesh, rank), self.without_gradient)
-            # Buffers are the module's own, and every rank writes its own.
-            state.buffers = {path: buffer.clone() for path, buffer in state.buffers.items()}
+            state.separate_buffers()
             steps.append(CompiledStep.of(self.program, state, self.folder, self.log, self.plan))
         return SimulatedRanks(self.plan, steps, self)
 

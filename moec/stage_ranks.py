@@ -66,7 +66,7 @@ def simulate_without(step: UnconnectedStep, passes: Collection[str]) -> Simulate
     for rank in range(mesh.world):
         kind = ShardedState if ShardParameters.name not in passes else GatheredState
         state = kind.from_module(step.model, step.without_gradient, buckets=buckets, mesh=mesh, rank=rank)
-        state.buffers = {path: buffer.clone() for path, buffer in state.buffers.items()}
+        state.separate_buffers()
         if isinstance(state, GatheredState):
             state.spread = mesh.ep > 1 and ShardExperts.name not in passes
         steps.append(CompiledStep.of(program, state, step.folder, step.log, plan))  # type: ignore[arg-type]

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from moec.runtime.state import StepState
     from moec.runtime.step import TrainStep
     from moec.runtime.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
+    from moec.runtime.written_buffers import join_buffers
 
 _HOME = {
     "BalanceBuffers": "balance",
@@ -45,6 +46,7 @@ _HOME = {
     "clip_gradients": "optimizer",
     "export_weights": "export",
     "find_text": "sources",
+    "join_buffers": "written_buffers",
     "latest_checkpoint": "checkpoint",
     "load_checkpoint": "checkpoint",
     "load_constants": "program",
@@ -75,6 +77,7 @@ __all__ = [
     "clip_gradients",
     "export_weights",
     "find_text",
+    "join_buffers",
     "latest_checkpoint",
     "load_checkpoint",
     "load_constants",

@@ -102,6 +102,12 @@ class StepState:
         """Shape of a weight, of which several ranks hold a part each."""
         return tuple(self.weights[path].shape)
 
+    def separate_buffers(self) -> None:
+        """Take copies of the module's buffers, for a rank that is not alone in its process; several names of one stay
+        one."""
+        own = {id(buffer): buffer.clone() for buffer in self.buffers.values()}
+        self.buffers = {path: own[id(buffer)] for path, buffer in self.buffers.items()}
+
     def owner(self, path: str) -> str:
         """The path under which a weight's gradient and moments are kept: itself, or the first of its tied names."""
         return self.aliases.get(path, path)
