@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 
 import moec
-from moec.compiler.plan import OptimizerPlan, Plan
+from moec.compiler.plan import MeshPlan, OptimizerPlan, Plan
+from moec.placing import UnconnectedStep
 from moec.runtime.checkpoint import load_checkpoint, save_checkpoint
 
 from ..spine import Language, Layer, batch_for, distance, eager, seeded
@@ -70,6 +72,23 @@ def test_c31_a_resumed_run_is_bit_equal(tied: bool, tmp_path: Path) -> None:
     assert resumed.state.step == 3
     assert (model.head.weight is model.embed.weight) == tied
     assert train(resumed, 3) == wanted
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_c31_on_ranks_a_tied_weight_is_sharded_once(tied: bool) -> None:
+    """Three steps of two ranks are those of one rank with the rows of both."""
+    joined = replace(PLAN, batch=2 * PLAN.batch)
+    one = moec.compile(materialised(tied), joined)
+    two = cast(UnconnectedStep, moec.compile(materialised(tied), replace(PLAN, mesh=MeshPlan(fsdp=2))))
+    many = two.simulate_ranks()
+    assert ("head.weight" in many.gradients(batch_for(joined))) != tied
+    for seed in range(3):
+        assert distance(many(batch_for(joined, seed)).loss, one(batch_for(joined, seed)).loss) <= 1e-6
+    for rank in many.steps:
+        assert ("head.weight" in rank.state.exp_avg) != tied
+        assert (rank.state.weights["head.weight"] is rank.state.weights["embed.weight"]) == tied
+    for name, weight in many.weights().items():
+        assert distance(weight, one.state.weights[name]) <= 1e-5, name
 
 
 def test_c31_an_artefact_keeps_the_tie(tmp_path: Path) -> None:

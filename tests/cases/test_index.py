@@ -7,10 +7,8 @@ from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
 WAITING = {
-    7: "overlap of collectives: one rank has none",
     28: "recomputation is by rule, and never runs a decision again; the row asks for a solver's plan",
     29: "offloading",
-    30: "sharded gradients",
     33: "LoRA through peft",
 }
 

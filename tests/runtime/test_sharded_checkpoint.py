@@ -45,7 +45,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.mark.parametrize(("fsdp", "ep"), [(1, 1), (2, 1), (3, 1), (3, 3), (4, 2), (4, 4)])
-def test_a_checkpoint_loads_on_any_mesh(saved: list[Path], fsdp: int, ep: int) -> None:
+def test_c32_a_checkpoint_loads_on_any_mesh(saved: list[Path], fsdp: int, ep: int) -> None:
     """C23, C31, C32: odd sizes, a tied weight, and experts in their places with their moments."""
     expected = _marked()
     for ranks in zip(*_on_mesh(fsdp, _load_all, saved, fsdp, ep), strict=True):
