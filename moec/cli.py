@@ -196,18 +196,22 @@ def verify(
 
     from moec import verification as checks
     from moec.rank_checks import verify_lockstep, verify_ranks
-    from moec.targets import build_target
+    from moec.targets import build_target, fake_target
 
     place, own = _joined(_device(device), chosen) if lockstep == 1 else (_device(device), None)
-    model = build_target(target, dtype=_dtype(chosen), device=place, seed=seed, weights=weights)
-    chosen = with_packing(chosen, given, model)
+    same: Any = {"dtype": _dtype(chosen), "device": place, "seed": seed}
+    alone = world == 1 or own is None or own.is_first
+    whole = build_target(target, **same, weights=weights) if alone else None
     with _console().status(f"verifying {target}"):
-        if world == 1:
-            report = checks.verify(model, chosen, steps=steps, seed=seed)
-        elif own is None:
-            report = verify_lockstep(model, chosen, steps=steps, seed=seed)
+        if whole is not None and world == 1:
+            report = checks.verify(whole, with_packing(chosen, given, whole), steps=steps, seed=seed)
+        elif whole is not None and own is None:
+            report = verify_lockstep(whole, with_packing(chosen, given, whole), steps=steps, seed=seed)
         else:
-            report = verify_ranks(model, chosen, own, steps=steps, seed=seed)
+            assert own is not None
+            model = fake_target(target, **same)
+            chosen = with_packing(chosen, given, model)
+            report = verify_ranks(model, chosen, own, whole, steps=steps, seed=seed, weights=weights)
     if own is None or own.is_first:
         _show(report.renderables())
         if not report.equal:

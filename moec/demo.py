@@ -131,9 +131,10 @@ def _on_rank(preset: str, out: Path) -> None:
 
 def _run(preset: str, out: Path, ranks: Ranks) -> Outcome:
     from moec.demo_run import run_demo
-    from moec.targets import build_target
+    from moec.targets import build_target, fake_target
 
-    return run_demo(build_target(preset), build_target(preset), out, Console(quiet=not ranks.is_first), ranks)
+    twin = build_target(preset) if ranks.is_first else None
+    return run_demo(fake_target(preset), twin, out, Console(quiet=not ranks.is_first), ranks)
 
 
 @contextmanager

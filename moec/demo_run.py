@@ -94,7 +94,7 @@ class Outcome:
 
 def run_demo(
     model: nn.Module,
-    twin: nn.Module,
+    twin: nn.Module | None,
     out: Path,
     console: Console,
     ranks: Ranks,
@@ -103,6 +103,7 @@ def run_demo(
 ) -> Outcome:
     """Train `model` through its compiled step for `steps`, and `twin`, an equal model, in eager for `eager_steps`.
 
+    model: may be without weights (`moec.deferred_init`). twin: whole, on the first rank alone.
     The outcome of the ranks that do not run in eager has no eager losses. When a rank dies, the others raise RankError.
     """
     joined = joined_plan(PLAN)
@@ -126,7 +127,7 @@ def run_demo(
     )
     with watched(watch_of(ranks, _SECONDS, lambda: f"{summary.checkpoint} holds the run")):
         held_out = held_out_loss(step, text.held_out, ranks.rank)
-    losses = _eager_losses(twin, joined, options, rates[:eager_steps], console) if ranks.is_first else []
+    losses = [] if twin is None else _eager_losses(twin, joined, options, rates[:eager_steps], console)
     return Outcome(summary.losses, losses, held_out, text)
 
 

@@ -17,6 +17,7 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -35,7 +36,7 @@ from moec.runtime.protocol import StepResult
 from moec.runtime.ranks import Ranks
 from moec.runtime.sharded_state import ShardedState
 from moec.runtime.state import StepState
-from moec.runtime.whole import whole_weights
+from moec.runtime.whole import each_whole
 from moec.simulated import split_rows
 from moec.step import CompiledStep
 from moec.verification import Report
@@ -65,10 +66,23 @@ def verify_lockstep(model: nn.Module, plan: Plan, *, steps: int = 3, seed: int =
     return found[0]
 
 
-def verify_ranks(model: nn.Module, plan: Plan, ranks: Ranks, *, steps: int = 3, seed: int = 0) -> Report:
-    """Compare connected ranks with one rank; all call it together, and the first one's report says what was found."""
-    reference = copy.deepcopy(model) if ranks.is_first else None
-    step = moec.compile(model, plan)
+def verify_ranks(
+    model: nn.Module,
+    plan: Plan,
+    ranks: Ranks,
+    reference: nn.Module | None,
+    *,
+    steps: int = 3,
+    seed: int = 0,
+    weights: Path | None = None,
+) -> Report:
+    """Compare connected ranks with one rank; all call it together, and the first one's report says what was found.
+
+    model: may be without weights (`moec.deferred_init`), or start from those in files. reference: on the first rank a
+    whole model with the same weights; that rank also gathers what it compares, and no other one ever holds more of it
+    than one tensor.
+    """
+    step = moec.compile(model, plan, weights=weights)
     batches = joined_batches(model, step.plan, steps, seed)
     one = None if reference is None else OneRank(reference, joined_plan(plan))
     return compare(step, one, batches, ranks.rank)
@@ -102,8 +116,9 @@ def compare(step: CompiledStep, one: OneRank | None, batches: Sequence[Tensors],
     for number, batch in enumerate(batches, 1):
         rate = step.learning_rate()
         rows = split_rows(batch, step.plan)[rank]
-        gradients = whole_weights(state, step.gradients(rows))
-        result, after = step(rows, lr=rate), _whole_state(state)
+        gradients = _gathered(state, step.gradients(rows), one is not None)
+        result = step(rows, lr=rate)
+        after = _whole_state(state, one is not None)
         if one is not None:
             judge = _Judge(number, _bounds(state))
             report.comparisons += judge.step(one, batch, rate, result, gradients, after)
@@ -180,11 +195,20 @@ class _Judge:
         return Comparison(kind, name, self.number, error_of(kind, value, reference), self.bounds[kind])
 
 
-def _whole_state(state: ShardedState) -> dict[Kind, Tensors]:
-    weights = whole_weights(state)
-    masters = whole_weights(state, state.masters)
+def _whole_state(state: ShardedState, kept: bool) -> dict[Kind, Tensors]:
+    weights = _gathered(state, None, kept)
+    masters = _gathered(state, state.masters, kept)
     buffers = {path: buffer.clone() for path, buffer in state.buffers.items()}
     return {"rounding": weights, "parameter": {**weights, **masters}, "buffer": buffers}
+
+
+def _gathered(state: ShardedState, of: Mapping[str, Tensor] | None, kept: bool) -> Tensors:
+    """Whole tensors on the rank that keeps them; the others take part."""
+    found = {}
+    for path, tensor in each_whole(state, of):
+        if kept:
+            found[path] = tensor
+    return found
 
 
 @torch.no_grad()

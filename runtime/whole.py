@@ -6,7 +6,7 @@ Every rank calls the functions together, and every rank gets the result.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,6 +32,16 @@ def whole(state: ShardedState, path: str, local: Tensor) -> Tensor:
     return _joined(mine, shape[0], mesh.ep, "exchange").reshape(shard.shape)
 
 
+def each_whole(state: ShardedState, of: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """(path, whole tensor) one after the other, of every weight, or of `of`, which holds this rank's rows by path.
+
+    All ranks take all of them; one that keeps none never holds more than one.
+    """
+    chosen = of if of is not None else {p: w for p, w in state.weights.items() if p not in state.aliases}
+    for path, local in chosen.items():
+        yield path, whole(state, path, local.detach()) if path in state.shards else local.detach().clone()
+
+
 def whole_gradients(state: ShardedState) -> dict[str, Tensor]:
     """The summed gradient of every parameter that has one, by path."""
     return {path: whole(state, path, gradient) for path, gradient in state.gradients.items()}
@@ -39,11 +49,7 @@ def whole_gradients(state: ShardedState) -> dict[str, Tensor]:
 
 def whole_weights(state: ShardedState, of: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
     """Every weight by owning path, or each tensor of `of`, which holds this rank's rows by path."""
-    chosen = of if of is not None else {p: w for p, w in state.weights.items() if p not in state.aliases}
-    return {
-        path: whole(state, path, local.detach()) if path in state.shards else local.detach().clone()
-        for path, local in chosen.items()
-    }
+    return dict(each_whole(state, of))
 
 
 def _joined_part(local: Tensor, held: int, room: int, ranks: int) -> Tensor:

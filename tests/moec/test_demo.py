@@ -162,7 +162,8 @@ def _small_demo(rank: int, out: Path) -> tuple[Outcome, float, list[str]]:
     ranks = connect(PLAN.mesh, torch.device("cpu"))
     printed = io.StringIO()
     console = Console(file=printed, quiet=not ranks.is_first)
-    outcome = run_demo(_seeded_model(), _seeded_model(), out, console, ranks, steps=3, eager_steps=2)
+    twin = _seeded_model() if ranks.is_first else None
+    outcome = run_demo(_seeded_model(), twin, out, console, ranks, steps=3, eager_steps=2)
     # On the same text: losses of different batches need not fall in three steps of a warm-up.
     untrained = moec.compile(_seeded_model(), joined_plan(PLAN)) if ranks.is_first else None
     before = held_out_loss(untrained, outcome.text.held_out) if untrained is not None else 0.0
