@@ -1,0 +1,104 @@
+"""Kernels over the rows of tokens and experts, one program a row, sums in float32 and in the order of the slots.
+
+1. `gather_rows`: the token's row for each row of an expert.
+2. `combine_rows`: a token's rows, weighted or not, summed.
+3. `scatter_gradient`: the gradient of a weighted sum: rows, and weights.
+4. `sum_parts`: a weight's gradient from its parts, one for each tile of columns.
+5. `activate_rows`: an activation alone, of a saved pre-activation.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def gather_rows(x, order, rows, width, choices, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.load(order + row) // choices
+    for first in range(0, width, BLOCK):
+        columns = first + tl.arange(0, BLOCK)
+        inside = columns < width
+        tl.store(rows + row * width + columns, tl.load(x + token * width + columns, mask=inside), mask=inside)
+
+
+@triton.jit
+def combine_rows(rows, position, weights, y, width, CHOICES: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    for first in range(0, width, BLOCK):
+        columns = first + tl.arange(0, BLOCK)
+        inside = columns < width
+        total = tl.zeros([BLOCK], tl.float32)
+        for choice in range(CHOICES):
+            slot = token * CHOICES + choice
+            row = tl.load(position + slot).to(tl.int64)
+            value = tl.load(rows + row * width + columns, mask=inside, other=0.0).to(tl.float32)
+            if WEIGHTED:
+                value *= tl.load(weights + slot).to(tl.float32)
+            total += value
+        tl.store(y + token * width + columns, total.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def scatter_gradient(grad_y, rows, order, weights, grad_rows, grad_weights, width, choices, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(order + row)
+    token = slot // choices
+    weight = tl.load(weights + slot).to(tl.float32)
+    products = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, width, BLOCK):
+        columns = first + tl.arange(0, BLOCK)
+        inside = columns < width
+        grad = tl.load(grad_y + token * width + columns, mask=inside, other=0.0).to(tl.float32)
+        products += grad * tl.load(rows + row * width + columns, mask=inside, other=0.0).to(tl.float32)
+        tl.store(grad_rows + row * width + columns, (grad * weight).to(grad_rows.dtype.element_ty), mask=inside)
+    tl.store(grad_weights + slot, tl.sum(products, 0).to(grad_weights.dtype.element_ty))
+
+
+@triton.jit
+def sum_parts(
+    parts, position, grad_y, bias, experts_of, grad_weights, count, part_count, width, choices,
+    BIASED: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Biased: the bias of the down projection has its share, the token's gradient times the expert's bias."""
+    slot = tl.program_id(0).to(tl.int64)
+    row = tl.load(position + slot).to(tl.int64)
+    places = tl.arange(0, PARTS)
+    total = tl.sum(tl.load(parts + row * part_count + places, mask=places < part_count, other=0.0), 0)
+    if BIASED:
+        expert = tl.load(experts_of + row).to(tl.int64)
+        products = tl.zeros([BLOCK], tl.float32)
+        for first in range(0, width, BLOCK):
+            columns = first + tl.arange(0, BLOCK)
+            inside = columns < width
+            grad = tl.load(grad_y + slot // choices * width + columns, mask=inside, other=0.0).to(tl.float32)
+            products += grad * tl.load(bias + expert * width + columns, mask=inside, other=0.0).to(tl.float32)
+        total += tl.sum(products, 0)
+    tl.store(grad_weights + slot, total.to(grad_weights.dtype.element_ty))
+
+
+@triton.jit
+def activate_rows(
+    pre, order, weights, act, width, FORWARD: tl.constexpr, PARTS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    weight = 1.0
+    if WEIGHTED:
+        weight = tl.load(weights + tl.load(order + row)).to(tl.float32)
+    source = pre + row * PARTS * width
+    for first in range(0, width, BLOCK):
+        columns = first + tl.arange(0, BLOCK)
+        inside = columns < width
+        if PARTS == 1:
+            result = FORWARD(tl.load(source + columns, mask=inside, other=0.0).to(tl.float32))
+        else:
+            step: tl.constexpr = 2 if INTERLEAVED else 1
+            other = 1 if INTERLEAVED else width
+            gate = tl.load(source + columns * step, mask=inside, other=0.0).to(tl.float32)
+            up = tl.load(source + columns * step + other, mask=inside, other=0.0).to(tl.float32)
+            result = FORWARD(gate, up)
+        if WEIGHTED:
+            result *= weight
+        tl.store(act + row * width + columns, result.to(act.dtype.element_ty), mask=inside)
