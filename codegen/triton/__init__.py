@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from moec.codegen.triton import kda, loss
+from moec.codegen.triton import experts, kda, loss
 
-__all__ = ["kda", "loss"]
+__all__ = ["experts", "kda", "loss"]

@@ -4,6 +4,8 @@
    of rows come through tensor descriptors; the last block, which other experts' rows follow, through masked pointers.
 2. `expert_bias_gradient`: the sum of an expert's rows.
 
+3. `clear_unused`: zeros for the matrices of experts without rows, which a library may leave as they were.
+
 An expert without rows gets zeros (or keeps what it is added to). Sums are float32, in the order of the rows.
 """
 
@@ -21,7 +23,7 @@ def expert_weight_gradient(
 ):  # fmt: skip
     """left [R, height], right [R, width] -> result [E, height, width]."""
     row_tiles, column_tiles = tl.cdiv(height, ROWS), tl.cdiv(width, COLUMNS)
-    total = experts.to(tl.int64) * row_tiles * column_tiles
+    total = tl.cast(experts, tl.int64) * row_tiles * column_tiles
     for tile in tl.range(tl.program_id(0).to(tl.int64), total, tl.num_programs(0)):
         expert = tl.load(ranking + tile // (row_tiles * column_tiles))
         place = (tile % (row_tiles * column_tiles)).to(tl.int32)
@@ -77,3 +79,14 @@ def expert_bias_gradient(
             value *= tl.load(weights + tl.load(order + rows, mask=known, other=0))[:, None].to(tl.float32)
         total += tl.sum(value, 0)
     tl.store(result + expert * width + columns, total.to(result.dtype.element_ty), mask=columns < width)
+
+
+@triton.jit
+def clear_unused(result, offsets, size, BLOCK: tl.constexpr):
+    """result [E, size]; programs are [E, any number]."""
+    expert = tl.program_id(0).to(tl.int64)
+    if tl.load(offsets + expert) == tl.load(offsets + expert - 1, mask=expert > 0, other=0):
+        zeros = tl.zeros([BLOCK], result.dtype.element_ty)
+        for first in range(tl.program_id(1) * BLOCK, size, tl.num_programs(1) * BLOCK):
+            places = first + tl.arange(0, BLOCK)
+            tl.store(result + expert * size + places, zeros, mask=places < size)

@@ -11,14 +11,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moec.codegen.triton.epilogue import Epilogue, functions
-from moec.codegen.triton.expert_gradients import expert_bias_gradient, expert_weight_gradient
+from moec.codegen.triton.expert_gradients import clear_unused, expert_bias_gradient, expert_weight_gradient
 from moec.codegen.triton.expert_products import expert_down_backward, expert_linear, expert_up
-from moec.codegen.triton.expert_rows import activate_rows, combine_rows, gather_rows, scatter_gradient, sum_parts
+from moec.codegen.triton.expert_rows import (
+    activate_rows,
+    activation_gradient_rows,
+    combine_rows,
+    gather_rows,
+    scatter_gradient,
+    spread_rows,
+    sum_parts,
+)
 from moec.codegen.triton.expert_sort import count_slots, place_slots, sum_blocks, sum_experts
 from moec.codegen.triton.expert_tiles import list_tiles
 
@@ -54,6 +63,8 @@ class Launch:
     wide: Tile = Tile(rows=64, columns=64, depth=32, stages=1, warps=4)
     slots: int = 128
     row: int = 4096
+    fused_gradient: bool = True
+    library: bool = True
 
     def tile(self, name: str, dtype: torch.dtype) -> Tile:
         return getattr(self, name) if dtype.itemsize == 2 else self.wide  # type: ignore[no-any-return]
@@ -93,6 +104,15 @@ def gather(x: Tensor, order: Tensor, choices: int, launch: Launch = LAUNCH) -> T
     rows = x.new_empty(order.numel(), width)
     if rows.numel():
         gather_rows[(order.numel(),)](x, order, rows, width, choices, BLOCK=_block(width, launch))
+    return rows
+
+
+def spread(x: Tensor, position: Tensor, choices: int, launch: Launch = LAUNCH) -> Tensor:
+    """The same rows as `gather`: rows[position[n*k+j]] = x[n]."""
+    x, width = x.contiguous(), x.shape[1]
+    rows = x.new_empty(position.numel(), width)
+    if rows.numel():
+        spread_rows[(x.shape[0],)](x, position, rows, width, CHOICES=choices, BLOCK=_block(width, launch))
     return rows
 
 
@@ -214,6 +234,7 @@ def down_backward(
     interleaved: bool,
     epilogue: Epilogue,
     down_bias: Tensor | None = None,
+    keep_act: bool = True,
     launch: Launch = LAUNCH,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradient of pre [R,P*I], weighted act [R,I], gradient of the router weights [N,k] (empty without weights).
@@ -228,6 +249,19 @@ def down_backward(
     sums = torch.empty((rows, part_count) if weights is not None else 0, dtype=torch.float32, device=pre.device)
     if not act.numel():
         return grad_pre, act, pre.new_empty(0) if weights is None else torch.zeros_like(weights)
+    if not launch.fused_gradient:
+        source = grad_y if order is None else gather(grad_y, order, choices, launch)
+        slope = linear(source, weight, offsets, transposed=not transposed, launch=launch)
+        grad_weights = pre.new_empty(0) if weights is None else torch.empty_like(weights)
+        biased = down_bias is not None and weights is not None
+        activation_gradient_rows[(rows,)](
+            slope, pre, slope if order is None else order, slope if weights is None else weights.contiguous(),
+            experts_of(offsets, rows) if biased else slope, grad_y, grad_y if down_bias is None else down_bias.contiguous(),
+            grad_pre, slope, grad_weights, hidden, grad_y.shape[1], choices, BACKWARD=functions(epilogue)[1], PARTS=parts,
+            INTERLEAVED=interleaved, WEIGHTED=weights is not None, BIASED=biased, KEEP=keep_act,
+            BLOCK=min(1024, _block(hidden, launch)),
+        )  # fmt: skip
+        return grad_pre, slope if keep_act else pre.new_empty(0), grad_weights
     given = _Operands.of(
         grad_y, weight, offsets, tile, tile.columns, not transposed, gathered=order is not None, rows=rows
     )
@@ -268,6 +302,10 @@ def weight_gradient(
     result = x.new_empty(experts, height, width) if into is None else into
     if not left.shape[0] or not result.numel():
         return result.zero_() if into is None else result
+    if launch.library and into is None and _fits_library(left) and _fits_library(right):
+        result = F.grouped_mm(left.t(), right, offs=offsets)
+        clear_unused[(experts, 16)](result, offsets, height * width, BLOCK=4096)
+        return result
     ranking = _lists(offsets, left.shape[0], tile)[1]
     tma = _fits_tma(left) and _fits_tma(right)
     tiles = experts * triton.cdiv(height, tile.rows) * triton.cdiv(width, tile.columns)
@@ -350,6 +388,10 @@ def _fits_tma(x: Tensor) -> bool:
     """Whether a tensor descriptor can read it: Hopper, two bytes an element, rows of a multiple of 16 bytes."""
     aligned = x.shape[-1] * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
     return aligned and x.element_size() == 2 and _has_tma(x.device)
+
+
+def _fits_library(x: Tensor) -> bool:
+    return x.device.type == "cuda" and x.dtype == torch.bfloat16 and x.shape[1] % 8 == 0
 
 
 @functools.cache

@@ -1,10 +1,11 @@
 """Kernels over the rows of tokens and experts, one program a row, sums in float32 and in the order of the slots.
 
-1. `gather_rows`: the token's row for each row of an expert.
+1. `spread_rows`: a token's row, read once, to each of its rows; `gather_rows`: the same from the other side.
 2. `combine_rows`: a token's rows, weighted or not, summed.
 3. `scatter_gradient`: the gradient of a weighted sum: rows, and weights.
 4. `sum_parts`: a weight's gradient from its parts, one for each tile of columns.
 5. `activate_rows`: an activation alone, of a saved pre-activation.
+6. `activation_gradient_rows`: its gradient, and that of the router weight.
 """
 
 from __future__ import annotations
@@ -21,6 +22,18 @@ def gather_rows(x, order, rows, width, choices, BLOCK: tl.constexpr):
         columns = first + tl.arange(0, BLOCK)
         inside = columns < width
         tl.store(rows + row * width + columns, tl.load(x + token * width + columns, mask=inside), mask=inside)
+
+
+@triton.jit
+def spread_rows(x, position, rows, width, CHOICES: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    for first in range(0, width, BLOCK):
+        columns = first + tl.arange(0, BLOCK)
+        inside = columns < width
+        value = tl.load(x + token * width + columns, mask=inside)
+        for choice in range(CHOICES):
+            row = tl.load(position + token * CHOICES + choice).to(tl.int64)
+            tl.store(rows + row * width + columns, value, mask=inside)
 
 
 @triton.jit
@@ -102,3 +115,49 @@ def activate_rows(
         if WEIGHTED:
             result *= weight
         tl.store(act + row * width + columns, result.to(act.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def activation_gradient_rows(
+    grad, pre, order, weights, experts_of, grad_y, bias, grad_pre, act, grad_weights, width, bias_width, choices,
+    BACKWARD: tl.constexpr, PARTS: tl.constexpr, INTERLEAVED: tl.constexpr, WEIGHTED: tl.constexpr,
+    BIASED: tl.constexpr, KEEP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """grad: of the unweighted activation; act may be the same memory."""
+    row = tl.program_id(0).to(tl.int64)
+    weight = 1.0
+    if WEIGHTED:
+        slot = tl.load(order + row)
+        weight = tl.load(weights + slot).to(tl.float32)
+    source, target = pre + row * PARTS * width, grad_pre + row * PARTS * width
+    step: tl.constexpr = 2 if INTERLEAVED else 1
+    other = 1 if INTERLEAVED else width
+    products = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, width, BLOCK):
+        columns = first + tl.arange(0, BLOCK)
+        inside = columns < width
+        slope = tl.load(grad + row * width + columns, mask=inside, other=0.0).to(tl.float32)
+        one = tl.load(source + columns * step, mask=inside, other=0.0).to(tl.float32)
+        if PARTS == 1:
+            result, grad_one = BACKWARD(one, slope * weight)
+        else:
+            two = tl.load(source + columns * step + other, mask=inside, other=0.0).to(tl.float32)
+            result, grad_one, grad_two = BACKWARD(one, two, slope * weight)
+            tl.store(target + columns * step + other, grad_two.to(grad_pre.dtype.element_ty), mask=inside)
+        tl.store(target + columns * step, grad_one.to(grad_pre.dtype.element_ty), mask=inside)
+        result = tl.where(inside, result, 0.0).to(act.dtype.element_ty).to(tl.float32)
+        products += slope * result
+        if KEEP:
+            tl.store(act + row * width + columns, (result * weight).to(act.dtype.element_ty), mask=inside)
+    if WEIGHTED:
+        total = tl.sum(products, 0)
+        if BIASED:
+            expert = tl.load(experts_of + row).to(tl.int64)
+            products = tl.zeros([BLOCK], tl.float32)
+            for first in range(0, bias_width, BLOCK):
+                columns = first + tl.arange(0, BLOCK)
+                inside = columns < bias_width
+                slope = tl.load(grad_y + slot // choices * bias_width + columns, mask=inside, other=0.0).to(tl.float32)
+                products += slope * tl.load(bias + expert * bias_width + columns, mask=inside, other=0.0).to(tl.float32)
+            total += tl.sum(products, 0)
+        tl.store(grad_weights + slot, total.to(grad_weights.dtype.element_ty))

@@ -1,0 +1,150 @@
+"""Experts on a GPU: kernels for `moec::permute`, `moec::grouped_linear`, `moec::unpermute` and their gradients.
+
+The ops stay what they are and run these kernels on CUDA tensors, so that a call outside of a compiled step has them
+too; the lowering says so. Nothing here needs a GPU or Triton to be imported; the kernels are loaded at the first call.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from moec.compiler import dialect  # noqa: F401  registers the ops
+from moec.compiler.dialect._define import asked_for
+from moec.compiler.dialect.registry import BODIES, size_hint
+from moec.compiler.lower import Implementation, argument_of, register_implementation
+from moec.compiler.workspace import register_workspace
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_OPS: Any = torch.ops.moec
+# Arguments that are weights of a token's experts, and may be wider than its row.
+_WEIGHTS = ("weights",)
+
+
+def refusal(node: fx.Node) -> str:
+    """Why the kernels do not fit a call of one of the ops; '' when they fit."""
+    return reason(node.target, *(_value(argument_of(node, a.name)) for a in node.target._schema.arguments))  # type: ignore[union-attr]
+
+
+def reason(op: Any, *arguments: Any) -> str:
+    """The same for an op and the arguments of a call."""
+    names = [argument.name for argument in op._schema.arguments]
+    floats = {
+        name: value
+        for name, value in zip(names, arguments, strict=False)
+        if isinstance(value, Tensor) and value.is_floating_point()
+    }
+    elsewhere = sorted({f"{name} is on {value.device.type}" for name, value in floats.items() if not value.is_cuda})
+    if elsewhere:
+        return f"{elsewhere[0]}, the kernels need a CUDA device"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < 9:
+        return "the kernels are built for compute capability 9.0 and later"
+    found = {value.dtype for name, value in floats.items() if name not in _WEIGHTS}
+    if len(found) > 1 or not found <= set(_DTYPES):
+        text = ", ".join(f"{name} {str(v.dtype).removeprefix('torch.')}" for name, v in floats.items())
+        return f"operands are of several dtypes or of another than bfloat16, float16, float32: {text}"
+    return ""
+
+
+def _value(argument: Any) -> Any:
+    return argument.meta["val"] if isinstance(argument, fx.Node) else argument
+
+
+def _permute(x: Tensor, indices: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    kernels = _kernels()
+    order, position, offsets = kernels.slots(indices, experts)
+    return kernels.spread(x, position, indices.shape[1]), order, offsets
+
+
+def _permute_backward(grad_rows: Tensor, indices: Tensor, order: Tensor) -> Tensor:
+    kernels = _kernels()
+    return kernels.combine(grad_rows, kernels.inverse(order), None, indices.shape[1])
+
+
+def _unpermute(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
+    kernels = _kernels()
+    return kernels.combine(rows, kernels.inverse(order), weights, weights.shape[1])
+
+
+def _unpermute_backward(grad_y: Tensor, rows: Tensor, order: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    return _kernels().combine_backward(grad_y, rows, order, weights)
+
+
+def _grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+    return _kernels().linear(x, weight, offsets, bias, transposed=transposed)
+
+
+def _grouped_linear_backward(
+    grad_y: Tensor,
+    x: Tensor | None,
+    weight: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None,
+    transposed: bool,
+    needed: Sequence[bool] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    kernels, (of_x, of_weight, of_bias) = _kernels(), asked_for(needed, 3)
+    of_bias = of_bias and bias is not None
+    if of_weight:
+        assert x is not None
+        grad_weight = kernels.weight_gradient(grad_y, x, offsets, transposed=transposed)
+    return (
+        kernels.linear(grad_y, weight, offsets, transposed=not transposed) if of_x else grad_y.new_empty(0),
+        grad_weight if of_weight else weight.new_empty(0),
+        kernels.bias_gradient(grad_y, offsets) if of_bias else grad_y.new_empty(0),
+    )
+
+
+def _kernels() -> Any:
+    from moec.codegen.triton import expert_launch
+
+    return expert_launch
+
+
+def workspace(node: fx.Node) -> int | None:
+    """Bytes that the kernels hold beyond inputs and results: lists of tiles, numbers of slots."""
+    if refusal(node):
+        return None
+    offsets = _value(argument_of(node, "offsets")) if "offsets" in _names(node) else None
+    if offsets is not None:
+        rows = size_hint(_value(argument_of(node, _names(node)[0])).shape[0])
+        return 8 * (rows // 128 + 2) + 16 * size_hint(offsets.shape[0])
+    if "indices" in _names(node) and "experts" in _names(node):
+        count = size_hint(_value(argument_of(node, "indices")).numel())
+        return 16 * count + 4 * (argument_of(node, "experts") + 1) * (count // 128 + 2)
+    return 16 * size_hint(_value(argument_of(node, "order")).shape[0])
+
+
+def _names(node: fx.Node) -> list[str]:
+    return [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+
+
+TABLE: dict[Any, Callable[..., Any]] = {
+    _OPS.permute.default: _permute,
+    _OPS.permute_backward.default: _permute_backward,
+    _OPS.grouped_linear.default: _grouped_linear,
+    _OPS.grouped_linear_backward.default: _grouped_linear_backward,
+    _OPS.unpermute.default: _unpermute,
+    _OPS.unpermute_backward.default: _unpermute_backward,
+}
+
+
+def _on_device(op: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """An op's kernels where they fit, its reference elsewhere."""
+
+    def run(*arguments: Any) -> Any:
+        return (BODIES[op] if reason(op, *arguments) else function)(*arguments)
+
+    return run
+
+
+for _op, _function in TABLE.items():
+    torch.library.register_kernel(_op, "cuda", _on_device(_op, _function))
+    register_implementation(_op, Implementation("triton", _op, refusal))
+    register_workspace(_op, workspace)
