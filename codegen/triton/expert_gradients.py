@@ -1,7 +1,8 @@
 """Gradients of the experts' matrices and biases: products whose inner dimension is an expert's rows.
 
-1. `expert_weight_gradient`: dW[e] = sum over rows of left[r] right[r]^T. Experts with most rows come first. Whole blocks
-   of rows come through tensor descriptors; the last block, which other experts' rows follow, through masked pointers.
+1. `expert_weight_gradient`: dW[e] = sum over rows of left[r] right[r]^T. Experts with most rows come first.
+   Whole blocks of rows come through tensor descriptors; the last block, which other experts' rows follow, through
+   masked pointers.
 2. `expert_bias_gradient`: the sum of an expert's rows.
 
 3. `clear_unused`: zeros for the matrices of experts without rows, which a library may leave as they were.
@@ -17,49 +18,42 @@ import triton.language as tl
 
 @triton.jit
 def expert_weight_gradient(
-    left, left_desc, right, right_desc, result, offsets, ranking, experts, height, width, TMA: tl.constexpr,
-    ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    left, left_desc, right, right_desc, result, offsets, ranking, height, width, TMA: tl.constexpr, ADD: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """left [R, height], right [R, width] -> result [E, height, width]."""
     row_tiles, column_tiles = tl.cdiv(height, ROWS), tl.cdiv(width, COLUMNS)
-    total = tl.cast(experts, tl.int64) * row_tiles * column_tiles
-    for tile in tl.range(tl.program_id(0).to(tl.int64), total, tl.num_programs(0)):
-        expert = tl.load(ranking + tile // (row_tiles * column_tiles))
-        place = (tile % (row_tiles * column_tiles)).to(tl.int32)
-        group = place // (GROUP * column_tiles)
-        size = tl.minimum(row_tiles - group * GROUP, GROUP)
-        place = place % (GROUP * column_tiles)
-        m, n = (group * GROUP + place % size) * ROWS, place // size * COLUMNS
-        start = tl.load(offsets + expert - 1, mask=expert > 0, other=0)
-        end = tl.load(offsets + expert)
-        if not ADD or end > start:
-            value = tl.zeros([ROWS, COLUMNS], tl.float32)
-            whole = start
-            if TMA:
-                whole = start + (end - start) // DEPTH * DEPTH
-                for row in tl.range(start, whole, DEPTH, num_stages=STAGES):
-                    value = tl.dot(left_desc.load([row, m]).T, right_desc.load([row, n]), value)
-            rows_left = left + m + tl.arange(0, ROWS)
-            rows_right = right + n + tl.arange(0, COLUMNS)
-            in_left, in_right = m + tl.arange(0, ROWS) < height, n + tl.arange(0, COLUMNS) < width
-            for row in tl.range(whole, end, DEPTH, num_stages=1):
-                rows = row + tl.arange(0, DEPTH)
-                x = tl.load(
-                    rows_left[None, :] + rows.to(tl.int64)[:, None] * height,
-                    mask=(rows < end)[:, None] & in_left[None, :], other=0.0,
-                )  # fmt: skip
-                y = tl.load(
-                    rows_right[None, :] + rows.to(tl.int64)[:, None] * width,
-                    mask=(rows < end)[:, None] & in_right[None, :], other=0.0,
-                )  # fmt: skip
-                value = tl.dot(x.T, y, value, input_precision=PRECISION)
-            places = (expert.to(tl.int64) * height + m + tl.arange(0, ROWS))[:, None] * width + n
-            places += tl.arange(0, COLUMNS)[None, :]
-            inside = in_left[:, None] & in_right[None, :]
-            if ADD:
-                value += tl.load(result + places, mask=inside, other=0.0)
-            tl.store(result + places, value.to(result.dtype.element_ty), mask=inside)
+    tile = tl.program_id(0)
+    expert = tl.load(ranking + tile // (row_tiles * column_tiles))
+    place = tile % (row_tiles * column_tiles)
+    group = place // (GROUP * column_tiles)
+    size = tl.minimum(row_tiles - group * GROUP, GROUP)
+    place = place % (GROUP * column_tiles)
+    m, n = (group * GROUP + place % size) * ROWS, place // size * COLUMNS
+    start = tl.load(offsets + expert - 1, mask=expert > 0, other=0)
+    end = tl.load(offsets + expert)
+    if not ADD or end > start:
+        value = tl.zeros([ROWS, COLUMNS], tl.float32)
+        whole = start
+        if TMA:
+            whole = start + (end - start) // DEPTH * DEPTH
+            for row in tl.range(start, whole, DEPTH, num_stages=STAGES):
+                value = tl.dot(left_desc.load([row, m]).T, right_desc.load([row, n]), value)
+        in_left, in_right = m + tl.arange(0, ROWS) < height, n + tl.arange(0, COLUMNS) < width
+        from_left = left + m + tl.arange(0, ROWS)[None, :]
+        from_right = right + n + tl.arange(0, COLUMNS)[None, :]
+        for row in tl.range(whole, end, DEPTH, num_stages=1):
+            rows = (row + tl.arange(0, DEPTH)).to(tl.int64)[:, None]
+            x = tl.load(from_left + rows * height, mask=(rows < end) & in_left[None, :], other=0.0)
+            y = tl.load(from_right + rows * width, mask=(rows < end) & in_right[None, :], other=0.0)
+            value = tl.dot(x.T, y, value, input_precision=PRECISION)
+        places = (expert.to(tl.int64) * height + m + tl.arange(0, ROWS))[:, None] * width
+        places += n + tl.arange(0, COLUMNS)[None, :]
+        inside = in_left[:, None] & in_right[None, :]
+        if ADD:
+            value += tl.load(result + places, mask=inside, other=0.0)
+        tl.store(result + places, value.to(result.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -69,12 +63,13 @@ def expert_bias_gradient(
     expert = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     start = tl.load(offsets + expert - 1, mask=expert > 0, other=0)
+    end = tl.load(offsets + expert)
     total = tl.zeros([COLUMNS], tl.float32)
-    for row in range(start, tl.load(offsets + expert), ROWS):
+    for row in range(start, end, ROWS):
         rows = row + tl.arange(0, ROWS)
-        known = rows < tl.load(offsets + expert)
-        inside = known[:, None] & (columns < width)[None, :]
-        value = tl.load(x + rows.to(tl.int64)[:, None] * width + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+        known = rows < end
+        places = rows.to(tl.int64)[:, None] * width + columns[None, :]
+        value = tl.load(x + places, mask=known[:, None] & (columns < width)[None, :], other=0.0).to(tl.float32)
         if WEIGHTED:
             value *= tl.load(weights + tl.load(order + rows, mask=known, other=0))[:, None].to(tl.float32)
         total += tl.sum(value, 0)

@@ -1,27 +1,20 @@
-"""Kernels over the rows of tokens and experts, one program a row, sums in float32 and in the order of the slots.
+"""Kernels over the rows of tokens and experts, sums in float32 and in the order of the slots.
 
-1. `spread_rows`: a token's row, read once, to each of its rows; `gather_rows`: the same from the other side.
+One program does one row of a token or of an expert:
+
+1. `spread_rows`: a token's row, read once, to each of its places.
 2. `combine_rows`: a token's rows, weighted or not, summed.
-3. `scatter_gradient`: the gradient of a weighted sum: rows, and weights.
-4. `sum_parts`: a weight's gradient from its parts, one for each tile of columns.
-5. `activate_rows`: an activation alone, of a saved pre-activation.
-6. `activation_gradient_rows`: its gradient, and that of the router weight.
+3. `combine_gradient_rows`: the gradients of that sum: rows, and weights.
+4. `activate_rows`: an activation, of a saved pre-activation.
+5. `activation_gradient_rows`: the gradient of the pre-activation and that of the router weight. With t the token's
+   gradient times the down projection, act has the gradient p t, and p has t . act: the rows of the down projection are
+   not needed. A bias of the down projection adds its product with the token's gradient to the latter.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-
-
-@triton.jit
-def gather_rows(x, order, rows, width, choices, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    token = tl.load(order + row) // choices
-    for first in range(0, width, BLOCK):
-        columns = first + tl.arange(0, BLOCK)
-        inside = columns < width
-        tl.store(rows + row * width + columns, tl.load(x + token * width + columns, mask=inside), mask=inside)
 
 
 @triton.jit
@@ -54,7 +47,7 @@ def combine_rows(rows, position, weights, y, width, CHOICES: tl.constexpr, WEIGH
 
 
 @triton.jit
-def scatter_gradient(grad_y, rows, order, weights, grad_rows, grad_weights, width, choices, BLOCK: tl.constexpr):
+def combine_gradient_rows(grad_y, rows, order, weights, grad_rows, grad_weights, width, choices, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(order + row)
     token = slot // choices
@@ -67,28 +60,6 @@ def scatter_gradient(grad_y, rows, order, weights, grad_rows, grad_weights, widt
         products += grad * tl.load(rows + row * width + columns, mask=inside, other=0.0).to(tl.float32)
         tl.store(grad_rows + row * width + columns, (grad * weight).to(grad_rows.dtype.element_ty), mask=inside)
     tl.store(grad_weights + slot, tl.sum(products, 0).to(grad_weights.dtype.element_ty))
-
-
-@triton.jit
-def sum_parts(
-    parts, position, grad_y, bias, experts_of, grad_weights, count, part_count, width, choices,
-    BIASED: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Biased: the bias of the down projection has its share, the token's gradient times the expert's bias."""
-    slot = tl.program_id(0).to(tl.int64)
-    row = tl.load(position + slot).to(tl.int64)
-    places = tl.arange(0, PARTS)
-    total = tl.sum(tl.load(parts + row * part_count + places, mask=places < part_count, other=0.0), 0)
-    if BIASED:
-        expert = tl.load(experts_of + row).to(tl.int64)
-        products = tl.zeros([BLOCK], tl.float32)
-        for first in range(0, width, BLOCK):
-            columns = first + tl.arange(0, BLOCK)
-            inside = columns < width
-            grad = tl.load(grad_y + slot // choices * width + columns, mask=inside, other=0.0).to(tl.float32)
-            products += grad * tl.load(bias + expert * width + columns, mask=inside, other=0.0).to(tl.float32)
-        total += tl.sum(products, 0)
-    tl.store(grad_weights + slot, total.to(grad_weights.dtype.element_ty))
 
 
 @triton.jit
@@ -119,11 +90,11 @@ def activate_rows(
 
 @triton.jit
 def activation_gradient_rows(
-    grad, pre, order, weights, experts_of, grad_y, bias, grad_pre, act, grad_weights, width, bias_width, choices,
+    grad, pre, order, weights, experts_of, grad_rows, bias, grad_pre, act, grad_weights, width, bias_width,
     BACKWARD: tl.constexpr, PARTS: tl.constexpr, INTERLEAVED: tl.constexpr, WEIGHTED: tl.constexpr,
     BIASED: tl.constexpr, KEEP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """grad: of the unweighted activation; act may be the same memory."""
+    """grad: t; act, the weighted activation, may be the same memory."""
     row = tl.program_id(0).to(tl.int64)
     weight = 1.0
     if WEIGHTED:
@@ -157,7 +128,7 @@ def activation_gradient_rows(
             for first in range(0, bias_width, BLOCK):
                 columns = first + tl.arange(0, BLOCK)
                 inside = columns < bias_width
-                slope = tl.load(grad_y + slot // choices * bias_width + columns, mask=inside, other=0.0).to(tl.float32)
+                slope = tl.load(grad_rows + row * bias_width + columns, mask=inside, other=0.0).to(tl.float32)
                 products += slope * tl.load(bias + expert * bias_width + columns, mask=inside, other=0.0).to(tl.float32)
             total += tl.sum(products, 0)
         tl.store(grad_weights + slot, total.to(grad_weights.dtype.element_ty))

@@ -4,8 +4,8 @@
    expert, and the experts by falling number of rows.
 2. `locate`: which tile a program works on. Tiles are taken in groups of GROUP row tiles by all column tiles, columns
    outside, so that the programs running at one time share rows and weights in the cache.
-3. `product`: rows of one expert times its matrix, in float32. Operands come through tensor descriptors (TMA) where they
-   are regular, and through pointers where rows are gathered or sizes are not aligned.
+3. `product`: rows of one expert times its matrix, in float32. Operands come through tensor descriptors (TMA), and
+   through pointers where sizes are not aligned.
 
 Rows of other experts that a tile reads stay in their own rows of the product and are never stored.
 """
@@ -34,7 +34,7 @@ def list_tiles(offsets, tiles, ranking, experts, rows, ROWS: tl.constexpr, BLOCK
         larger = (counts > end - start) | ((counts == end - start) & (others < expert))
         rank += tl.sum((inside & larger).to(tl.int32), 0)
     count = (end - start + ROWS - 1) // ROWS
-    for tile in range(0, count):
+    for tile in range(count):
         place = tiles + 2 * (1 + before + tile)
         tl.store(place, expert)
         tl.store(place + 1, start + tile * ROWS)
@@ -58,8 +58,10 @@ def locate(tile, tiles, offsets, experts, rows, column_tiles, GROUP: tl.constexp
 
 
 @triton.jit
-def read_weight(w, w_desc, expert, column, k, width, columns, TRANSPOSED: tl.constexpr, TMA: tl.constexpr,
-                COLUMNS: tl.constexpr, DEPTH: tl.constexpr):  # fmt: skip
+def read_weight(
+    w, w_desc, expert, column, k, width, columns, TRANSPOSED: tl.constexpr, TMA: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):  # fmt: skip
     """A tile [DEPTH, COLUMNS] of an expert's matrix: stored [columns, width], or transposed [width, columns]."""
     ks = k + tl.arange(0, DEPTH)
     places = column + tl.arange(0, COLUMNS)
@@ -78,20 +80,16 @@ def read_weight(w, w_desc, expert, column, k, width, columns, TRANSPOSED: tl.con
 
 @triton.jit
 def product(
-    x, x_desc, order, w, w_desc, expert, row, end, column, second, width, columns, choices,
-    TWO: tl.constexpr, GATHERED: tl.constexpr, TRANSPOSED: tl.constexpr, TMA_X: tl.constexpr, TMA_W: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    x, x_desc, w, w_desc, expert, row, end, column, second, width, columns,
+    TWO: tl.constexpr, TRANSPOSED: tl.constexpr, TMA_X: tl.constexpr, TMA_W: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Products with the columns from `column` on, and (TWO) with those from `second` on; the same one twice else.
 
     columns: of the whole matrix. width: of a row; 0 gives zeros.
     """
     rows = row + tl.arange(0, ROWS)
-    if GATHERED:
-        places = tl.load(order + rows, mask=rows < end, other=0) // choices
-    else:
-        places = rows.to(tl.int64)
-    pointers = x + places[:, None] * width + tl.arange(0, DEPTH)[None, :]
+    pointers = x + rows.to(tl.int64)[:, None] * width + tl.arange(0, DEPTH)[None, :]
     one = tl.zeros([ROWS, COLUMNS], tl.float32)
     two = one
     for k in tl.range(0, width, DEPTH, num_stages=STAGES):

@@ -18,7 +18,7 @@ from triton.compiler import ASTSource
 from moec.codegen.triton.epilogue import Epilogue, functions
 from moec.codegen.triton.expert_gradients import expert_weight_gradient
 from moec.codegen.triton.expert_launch import LAUNCH, Tile
-from moec.codegen.triton.expert_products import expert_down_backward, expert_linear, expert_up
+from moec.codegen.triton.expert_products import expert_linear, expert_up
 from tests.kernels.compile_loss import usage
 
 SWIGLU = Epilogue(
@@ -32,73 +32,66 @@ SWIGLU = Epilogue(
     """,
 )
 POINTERS = {
-    "offsets": "*i32", "tiles": "*i32", "ranking": "*i32", "order": "*i64", "weights": "*fp32", "parts": "*fp32",
+    "offsets": "*i32", "tiles": "*i32", "ranking": "*i32", "order": "*i64", "weights": "*fp32",
 }  # fmt: skip
-SIZES = ("experts", "rows", "width", "columns", "hidden", "choices", "height")
+SIZES = ("experts", "rows", "width", "columns", "hidden", "height")
 PLAIN: dict[str, Any] = {
-    "BIASED": False, "TRANSPOSED": False, "TMA_X": True, "TMA_W": True, "GATHERED": False, "PARTS": 2,
-    "INTERLEAVED": False, "KEEP": True, "WEIGHTED": False, "TMA": True, "ADD": False, "PRECISION": "tf32",
-    "FORWARD": functions(SWIGLU)[0], "BACKWARD": functions(SWIGLU)[1],
+    "BIASED": False, "TRANSPOSED": False, "TMA_X": True, "TMA_W": True, "PARTS": 2, "INTERLEAVED": False,
+    "KEEP": True, "WEIGHTED": False, "TMA": True, "ADD": False, "PRECISION": "tf32",
+    "FORWARD": functions(SWIGLU)[0],
 }  # fmt: skip
 
 
-def build(kernel: Any, tile: Tile, **options: Any) -> dict[str, Any]:
-    constants = PLAIN | {
-        "SMALL": tile.small, "ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth, "GROUP": tile.group,
-        "STAGES": tile.stages, "FLATTEN": tile.flatten,
-    } | options  # fmt: skip
-    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-    halves = kernel is expert_up and constants["PARTS"] == 2 and not constants["INTERLEAVED"]
-    wide = tile.columns // 2 if halves else tile.columns
-    blocks = {
-        "x_desc": (tile.rows, tile.depth), "x_small": (tile.rows // 2, tile.depth),
-        "w_desc": (1, tile.depth, wide) if constants.get("TRANSPOSED") else (wide, tile.depth),
-        "left_desc": (tile.depth, tile.rows), "right_desc": (tile.depth, tile.columns),
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "up": (expert_up, {}),
+    "up, interleaved and transposed": (expert_up, {"INTERLEAVED": True, "TRANSPOSED": True, "BIASED": True}),
+    "linear": (expert_linear, {}),
+    "linear, transposed": (expert_linear, {"TRANSPOSED": True}),
+    "weight_gradient": (expert_weight_gradient, {}),
+    "weight_gradient, added": (expert_weight_gradient, {"ADD": True}),
+}
+
+
+def build(kernel: Any, options: dict[str, Any], tile: Tile = LAUNCH.narrow) -> dict[str, Any]:
+    shape = {
+        "ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth, "GROUP": tile.group, "STAGES": tile.stages,
     }  # fmt: skip
-    described = {"x_desc": "TMA_X", "x_small": "TMA_X", "w_desc": "TMA_W", "left_desc": "TMA", "right_desc": "TMA"}
-    signature = {}
-    for name in kernel.arg_names:
-        if name in constants:
-            signature[name] = "constexpr"
-        elif name in described and constants[described[name]]:
-            signature[name] = f"tensordesc<bf16{list(blocks[name])}>"
-        else:
-            signature[name] = "i32" if name in SIZES else POINTERS.get(name, "*fp32" if name == "result" and constants["ADD"] else "*bf16")
+    constants = {name: value for name, value in (PLAIN | shape | options).items() if name in kernel.arg_names}
+    kinds = {name: _kind(name, kernel, constants, tile) for name in kernel.arg_names}
     place = {name: (index,) for index, name in enumerate(kernel.arg_names)}
-    divisible = [n for n, kind in signature.items() if kind.startswith("*") or (n in SIZES and n not in ("experts", "choices"))]
+    aligned = [name for name, kind in kinds.items() if kind.startswith("*") or (kind == "i32" and name != "experts")]
     source = ASTSource(
         kernel,
-        signature,
+        kinds,
         {place[name]: value for name, value in constants.items()},
-        {place[name]: [["tt.divisibility", 16]] for name in divisible},
+        {place[name]: [["tt.divisibility", 16]] for name in aligned},
     )
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": tile.warps})
     return {
         "shared": compiled.metadata.shared,
         "wgmma": len(re.findall(r"wgmma\.mma_async", compiled.asm["ptx"])),
+        "from registers": len(re.findall(r"wgmma\.mma_async[^;]*}, *{", compiled.asm["ptx"])),
         "tma": len(re.findall(r"cp\.async\.bulk\.tensor", compiled.asm["ptx"])),
     } | usage(compiled.asm["cubin"])
 
 
-CASES: dict[str, tuple[Any, str, dict[str, Any]]] = {
-    "up": (expert_up, "up", {}),
-    "up, gathered": (expert_up, "up", {"GATHERED": True, "TMA_X": False}),
-    "up, interleaved and transposed": (expert_up, "up", {"INTERLEAVED": True, "TRANSPOSED": True, "BIASED": True}),
-    "linear": (expert_linear, "linear", {}),
-    "linear, transposed": (expert_linear, "linear", {"TRANSPOSED": True}),
-    "down_backward": (expert_down_backward, "down_backward", {"TRANSPOSED": True, "WEIGHTED": True}),
-    "weight_gradient": (expert_weight_gradient, "weight_gradient", {}),
-    "weight_gradient, added": (expert_weight_gradient, "weight_gradient", {"ADD": True}),
-}
-
-
-def main(names: list[str]) -> None:
-    print(
-        json.dumps(
-            {name: build(CASES[name][0], getattr(LAUNCH, CASES[name][1]), **CASES[name][2]) for name in names or CASES}
-        )
-    )
+def _kind(name: str, kernel: Any, constants: dict[str, Any], tile: Tile) -> str:
+    """The type of an argument, as Triton writes it."""
+    if name in constants:
+        return "constexpr"
+    halves = kernel is expert_up and not constants["INTERLEAVED"]
+    wide = tile.columns // 2 if halves else tile.columns
+    blocks = {
+        "x_desc": [tile.rows, tile.depth], "x_small": [tile.rows // 2, tile.depth],
+        "w_desc": [1, tile.depth, wide] if constants.get("TRANSPOSED") else [wide, tile.depth],
+        "left_desc": [tile.depth, tile.rows], "right_desc": [tile.depth, tile.columns],
+    }  # fmt: skip
+    if name in blocks:
+        return f"tensordesc<bf16{blocks[name]}>"
+    if name == "result" and constants["ADD"]:
+        return "*fp32"
+    return "i32" if name in SIZES else POINTERS.get(name, "*bf16")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    print(json.dumps({name: build(*CASES[name]) for name in sys.argv[1:] or CASES}))
