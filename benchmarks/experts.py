@@ -107,7 +107,8 @@ class _Kernels(torch.autograd.Function):
         rows = kernels.spread(x, position, indices.shape[1])
         pre, act = kernels.up(rows, up, offsets, transposed=False, interleaved=False, epilogue=epilogue)
         del rows
-        ctx.save_for_backward(x, up, down, weights, order, position, offsets, pre)
+        ctx.save_for_backward(x, up, down, weights, order, position, offsets)
+        ctx.pre = [pre]
         return kernels.combine(
             kernels.linear(act, down, offsets, transposed=False), position, weights, indices.shape[1]
         )
@@ -115,7 +116,8 @@ class _Kernels(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         kernels, epilogue = _launches()
-        x, up, down, weights, order, position, offsets, pre = ctx.saved_tensors
+        x, up, down, weights, order, position, offsets = ctx.saved_tensors
+        pre = ctx.pre.pop()  # freed once it is used, as in a compiled step
         choices = weights.shape[1]
         rows = kernels.spread(grad, position, choices)
         grad_pre, act, grad_weights = kernels.down_backward(
@@ -155,6 +157,7 @@ def grouped(x: Tensor, up: Tensor, down: Tensor, weights: Tensor, indices: Tenso
 
 @functools.cache
 def _compiled() -> Callable[..., Tensor]:
+    torch._dynamo.config.recompile_limit = 64  # one for each shape, with and without gradients
     return torch.compile(grouped, dynamic=False)  # type: ignore[no-any-return]
 
 

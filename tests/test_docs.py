@@ -412,16 +412,22 @@ def _filled(row: list[str | None], old: tuple[str, ...]) -> list[str]:
     return [cell if cell is not None else "".join(old[index : index + 1]) for index, cell in enumerate(row)]
 
 
-def _head_rows(_: Path) -> Rows:
-    """The measured times of the output head, as the benchmark itself tables them."""
-    benchmark = runpy.run_path(str(ROOT / "benchmarks" / "linear_cross_entropy.py"), run_name="benchmark")
-    found = json.loads((ROOT / "benchmarks" / "results" / "linear_cross_entropy.json").read_text())
-    return [list(row) for row in benchmark["table"](found)]
+def _measured_rows(name: str, *arguments: str) -> Callable[[Path], Rows]:
+    """What was measured, as the benchmark itself tables it."""
+
+    def make(_: Path) -> Rows:
+        benchmark = runpy.run_path(str(ROOT / "benchmarks" / f"{name}.py"), run_name="benchmark")
+        found = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+        return [list(row) for row in benchmark["table"](found, *arguments)]
+
+    return make
 
 
 TABLES: dict[str, Callable[[Path], Rows]] = {
     "plan": _plan_rows(Plan),
-    "linear_cross_entropy": _head_rows,
+    "linear_cross_entropy": _measured_rows("linear_cross_entropy"),
+    "experts": _measured_rows("experts"),
+    "experts up": _measured_rows("experts", "up"),
     "cache": _plan_rows(CachePlan, "cache"),
     "loss": _plan_rows(LossPlan, "loss"),
     "mesh": _plan_rows(MeshPlan, "mesh"),
