@@ -4,9 +4,10 @@ An adapter of `models/` makes one per model. Its module's forward has the signat
 
     forward(input_ids, labels, inverse_tokens, document_ids=None, image_features=None) -> dict[str, Tensor]
 
-input_ids, labels: int64 [B, T], labels unshifted, -100 ignored. inverse_tokens: float32 scalar, one over the number
-of valid tokens of the whole step. document_ids: int64 [B, T], non-decreasing along T. The result holds "objective"
-(float32 scalar, what backward starts from), "lm_loss" (float32 scalar), and further scalars that are only reported.
+input_ids, labels: int64 [B, T], labels unshifted, -100 ignored. inverse_tokens: scalar, one over the number of valid
+tokens of the whole step. document_ids: int64 [B, T], non-decreasing along T. The result holds "objective" (scalar,
+what backward starts from), "lm_loss" (scalar), and further scalars that are only reported. Scalars are float32, and
+float64 for a model in float64.
 """
 
 from __future__ import annotations

@@ -69,6 +69,11 @@ class Compilation:
         written = [*self._buffers(), *(bias for bias, _, _ in self.balanced_routers())]
         return sorted({self.captured.tied.get(path, path) for path in written})
 
+    def copied_paths(self) -> list[str]:
+        """Of these, what a step copies before it runs: all but the counts of routers, which are zero then."""
+        counts = {self.captured.tied.get(path, path) for _, path, _ in self.balanced_routers()}
+        return [path for path in self.written_paths() if path not in counts]
+
     def joined_buffers(self) -> list[str]:
         """Buffers that the forwards of several ranks write apart; what routers count is summed where it is used."""
         if self.plan.mesh.world == 1:

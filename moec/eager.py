@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from moec.compiler.plan import Plan
 from moec.models.adapters import training_view
 from moec.runtime import StepState, parameter_groups
-from moec.runtime.state import sum_dtype
+from moec.runtime.state import scale_dtype, sum_dtype
 from moec.runtime.step import IGNORED
 
 Gradients = dict[str, Tensor | None]
@@ -47,7 +47,7 @@ class EagerStep:
         clipped; None for a parameter that got none."""
         sums: Gradients = dict.fromkeys(self.parameters)
         losses: dict[str, Tensor] = {}
-        for microbatch in microbatches(batch):
+        for microbatch in microbatches(batch, scale_dtype(self.model.parameters())):
             results = self._forward(**microbatch)
             if results["objective"].requires_grad:
                 results["objective"].backward()
@@ -91,12 +91,12 @@ class EagerStep:
         return torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, eps=options.eps, foreach=False)
 
 
-def microbatches(batch: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    """A step's batch, [A, B, T] or [B, T], as what the training view takes: [B, T] and `inverse_tokens` each."""
+def microbatches(batch: Mapping[str, Tensor], dtype: torch.dtype) -> list[dict[str, Tensor]]:
+    """A step's batch, [A, B, T] or [B, T], as the training view takes it: [B, T], and `inverse_tokens` of `dtype`."""
     shaped = {name: value.unsqueeze(0) if value.dim() == 2 else value for name, value in batch.items()}
     labels = shaped["labels"]
     valid = int((labels[..., 1:] != IGNORED).sum())
-    inverse = torch.tensor(1.0 / valid if valid else 0.0, device=labels.device)
+    inverse = torch.tensor(1.0 / valid if valid else 0.0, dtype=dtype, device=labels.device)
     return [{name: v[i] for name, v in shaped.items()} | {"inverse_tokens": inverse} for i in range(len(labels))]
 
 

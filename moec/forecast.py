@@ -34,7 +34,7 @@ class Forecast:
         granularity = hardware().allocation_bytes if device.type == "cuda" else 1
         inventory = Inventory.of(result.model, result.unreached)
         self._state = state_bytes(inventory, result.buckets, plan.mesh, granularity)
-        self._copies = copied_bytes(inventory, result.written_paths(), granularity)
+        self._copies = copied_bytes(inventory, result.copied_paths(), granularity)
         self._tied, self._accumulation = result.captured.tied, plan.accumulation
         self._granularity, self._workspaces = granularity, Workspaces(granularity)
 

@@ -9,6 +9,7 @@ from moec.compiler.errors import PlanError, UnsupportedModelError
 from moec.compiler.plan import Plan
 from moec.compiler.view import TrainingView
 from moec.models.adapters import training_view
+from moec.runtime.state import scale_dtype
 
 
 def checked_view(model: nn.Module, plan: Plan) -> TrainingView:
@@ -45,7 +46,11 @@ def example_inputs(model: nn.Module, plan: Plan, images: tuple[int, int] | None 
     """
     device = device_of(model)
     ids = torch.zeros(plan.batch, plan.length, dtype=torch.int64, device=device)
-    inputs = {"input_ids": ids, "labels": ids, "inverse_tokens": torch.ones((), device=device)}
+    inputs = {
+        "input_ids": ids,
+        "labels": ids,
+        "inverse_tokens": torch.ones((), dtype=scale_dtype(model.parameters()), device=device),
+    }
     inputs |= {"document_ids": ids} if plan.packing else {}
     if plan.image_tokens and images is not None:
         inputs["image_features"] = torch.zeros(plan.image_tokens, images[1], device=device)

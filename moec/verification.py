@@ -38,6 +38,7 @@ from moec.eager import microbatches
 from moec.models.adapters import training_view
 from moec.pass_checks import PassCheck, check_passes, pass_check_table
 from moec.random_batch import random_batches, vocabulary_of
+from moec.runtime.state import scale_dtype
 from moec.settings import TO_VERIFY
 from moec.step_pair import StepPair
 
@@ -118,7 +119,9 @@ def verify(model: nn.Module, plan: Plan | None = None, *, steps: int = 3, seed: 
     plan = pair.compiled.plan
     source = random_batches(plan, view.vocabulary or vocabulary_of(model), seed, view.images)
     batches = [{name: value.to(device) for name, value in next(source).items()} for _ in range(steps)]
-    report = Report(passes=check_passes(copy.deepcopy(model), plan, microbatches(batches[0])[0]))
+    report = Report(
+        passes=check_passes(copy.deepcopy(model), plan, microbatches(batches[0], scale_dtype(model.parameters()))[0])
+    )
     comparisons = [one for number, batch in enumerate(batches, 1) for one in pair.step(number, batch)]
     report.comparisons = pair.settled(comparisons, batches)
     report.losses = pair.losses

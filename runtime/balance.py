@@ -36,7 +36,7 @@ def update_balance(state: StepState, routers: Iterable[BalanceBuffers | tuple[st
     for bias_path, histogram_path, top_k in routers:
         bias, histogram = state.buffers[bias_path], state.buffers[histogram_path]
         bias.copy_(dialect.balanced_bias(bias, histogram, top_k))
-        histogram.zero_()
+        state.clear_buffer(histogram_path)
 
 
 def _sum_over_ranks(histograms: list[Tensor]) -> None:

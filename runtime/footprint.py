@@ -44,9 +44,9 @@ def state_bytes(
     )
 
 
-def copied_bytes(inventory: Inventory, written: Iterable[str], granularity: int = 1) -> int:
-    """Bytes of the copies that a step keeps of the buffers it writes, by path, until it has succeeded."""
-    return sum(rounded(_nbytes(inventory.buffers[path]), granularity) for path in written)
+def copied_bytes(inventory: Inventory, copied: Iterable[str], granularity: int = 1) -> int:
+    """Bytes of the copies that a step keeps of some buffers, by path, until it has succeeded."""
+    return sum(rounded(_nbytes(inventory.buffers[path]), granularity) for path in copied)
 
 
 def _nbytes(tensor: Tensor) -> int:

@@ -59,6 +59,7 @@ class StepState:
     _scopes: dict[str, Mapping[str, Tensor]] = field(init=False, default_factory=dict, repr=False)
     _host_cache: HostCache | None = field(init=False, default=None, repr=False)
     _versions: dict[str, int] = field(init=False, default_factory=dict, repr=False)
+    _cleared: dict[str, int] = field(init=False, default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         weights = {path: self.weights[path].detach() for path in self.trainable}
@@ -189,6 +190,7 @@ class StepState:
         if moved is None:
             return frozenset()
         self._scopes.clear()
+        self._cleared.clear()
         self.weights.update(moved.inventory.weights)
         self.buffers.update(moved.inventory.buffers)
         return moved.paths
@@ -209,6 +211,20 @@ class StepState:
         """Forget all sums; called before the first microbatch of a step."""
         self.gradients.clear()
         self.overflow.clear()
+
+    @torch.no_grad()
+    def clear_buffer(self, path: str) -> None:
+        """Set a buffer to zero, and know from then on that it is, until something writes it."""
+        buffer = self.buffers[path]
+        buffer.zero_()
+        self._cleared[self.owner(path)] = buffer._version
+
+    def is_cleared(self, path: str) -> bool:
+        """Whether a buffer is known to be zero; its values are read at the first question alone."""
+        owner, buffer = self.owner(path), self.buffers[path]
+        if owner not in self._cleared:
+            self._cleared[owner] = -1 if bool(buffer.any()) else buffer._version
+        return self._cleared[owner] == buffer._version
 
     @torch.no_grad()
     def refresh_masters(self) -> None:
@@ -239,6 +255,11 @@ class StepState:
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which gradients of a weight are summed and its moments are kept."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def scale_dtype(weights: Iterable[Tensor]) -> torch.dtype:
+    """The dtype of what scales a loss: in float32 it would round the loss of a model in float64."""
+    return torch.float64 if any(weight.dtype == torch.float64 for weight in weights) else torch.float32
 
 
 def _zeros(weight: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from moec.runtime.control import gathered_texts, summed
 from moec.runtime.handshake import agreement, shake_hands
 from moec.runtime.protocol import StepResult
 from moec.runtime.schedule import Schedule
-from moec.runtime.state import StepState
+from moec.runtime.state import StepState, scale_dtype
 from moec.runtime.trace import first_non_finite
 from moec.runtime.undo import Before, interrupts_wait
 
@@ -232,8 +232,8 @@ class TrainStep:
         return {name: sums[index].to(value.dtype) for index, (name, value) in enumerate(totals.items())}
 
     def _microbatches(self, batch: dict[str, Tensor], valid: int) -> list[dict[str, Tensor]]:
-        device = self.program.DEVICE
-        inverse = torch.tensor(1.0 / valid if valid else 0.0, dtype=torch.float32, device=device)
+        device, dtype = self.program.DEVICE, scale_dtype(self.state.weights.values())
+        inverse = torch.tensor(1.0 / valid if valid else 0.0, dtype=dtype, device=device)
         moved = {name: value.to(device) for name, value in batch.items()}
         return [
             {name: value[index] for name, value in moved.items()} | {"inverse_tokens": inverse}

@@ -1,7 +1,8 @@
 """A step that fails leaves a run as it was, or says what it has changed.
 
 1. Before anything runs: copies of the buffers that a step writes, and the random generators that it draws from. There
-   are no copies of weights, masters and moments: nothing but the optimizer writes them.
+   are no copies of weights, masters and moments: nothing but the optimizer writes them; nor of buffers that are
+   known to be zero, as the counts of routers are before every step, which can be large.
 2. An error before the optimizer's first write: buffers and generators are put back, sums are forgotten.
 3. An interrupt (Ctrl-C, or another signal that raises) waits from that write on until the step is complete.
 4. Any other error after it is told apart: an UpdateError names the weights that have changed.
@@ -34,8 +35,10 @@ class Before:
 
     def __init__(self, state: StepState, written: Iterable[str], device: torch.device) -> None:
         self._state, self._device = state, device
-        tensors = {path: state.buffers[path] if path in state.buffers else state.weights[path] for path in written}
-        self._copies: list[tuple[Tensor, Tensor]] = [(tensor, tensor.detach().clone()) for tensor in tensors.values()]
+        paths = list(written)
+        self._zeros = [path for path in paths if path in state.buffers and state.is_cleared(path)]
+        tensors = [(state.buffers if p in state.buffers else state.weights)[p] for p in paths if p not in self._zeros]
+        self._copies: list[tuple[Tensor, Tensor]] = [(tensor, tensor.detach().clone()) for tensor in tensors]
         self._random = torch.get_rng_state()
         self._device_random = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         self._versions = state.written_versions()
@@ -50,6 +53,8 @@ class Before:
         """Put back everything but weights, masters and moments."""
         for tensor, value in self._copies:
             tensor.detach().copy_(value)
+        for path in self._zeros:
+            self._state.clear_buffer(path)
         torch.set_rng_state(self._random)
         if self._device_random is not None:
             torch.cuda.set_rng_state(self._device_random, self._device)

@@ -58,7 +58,7 @@ class K3Model(nn.Module):
         """Logits, and the losses when labels are given.
 
         input_ids, labels: int64 [B, T]; labels unshifted, -100 ignored. document_ids: int64 [B, T], non-decreasing
-        along T. image_features: [n, D] for the n placeholder tokens. inverse_tokens: float32 scalar, one over the
+        along T. image_features: [n, D] for the n placeholder tokens. inverse_tokens: scalar, one over the
         number of valid tokens to average over; by default those of this batch.
         """
         targets = None if labels is None else next_token_labels(labels)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 import moec
 from moec import runtime
+from moec.compiler._torch_compat import TorchDispatchMode
 from moec.compiler.errors import BatchError, ModelChangedError, NonFiniteError, UpdateError
 from moec.compiler.plan import OptimizerPlan, Plan
 from moec.step import CompiledStep
@@ -273,6 +274,44 @@ def test_routers_count_nothing_of_a_step_that_failed() -> None:
     with failing(step, "backward", 2, an_error), pytest.raises(RuntimeError, match="planted"):
         step(batch)
     assert all(torch.equal(value, twin[path]) for path, value in step.state.buffers.items())
+
+
+def test_what_routers_count_is_not_copied_and_what_the_caller_has_counted_is_kept() -> None:
+    model = small_k3(layers=1, full_attention_layers=(1,))
+    step = moec.compile(model, dataclasses.replace(PLAN, accumulation=1))
+    batch = batch_for(step.plan)
+    path = next(path for path in step.written if path.endswith("histogram"))
+    counts = step.state.buffers[path]
+    for _ in range(2):
+        with CopiesOf(counts) as seen:
+            step(batch)
+        assert seen.copies == 0
+        assert not counts.any()
+    model(batch["input_ids"], batch["labels"])  # counts, in training mode
+    before = counts.clone()
+    assert before.any()
+    for _ in range(2):
+        with CopiesOf(counts) as seen, failing(step, "backward", 1, an_error), pytest.raises(RuntimeError):
+            step(batch)
+        assert seen.copies == 1
+        assert torch.equal(counts, before)
+    step(batch)
+    with failing(step, "backward", 1, an_error), pytest.raises(RuntimeError):
+        step(batch)
+    assert not counts.any()
+
+
+class CopiesOf(TorchDispatchMode):
+    """Counts the clones of a tensor within the context."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__()
+        self.copies, self._tensor = 0, tensor
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        same = function is torch.ops.aten.clone.default and args[0].data_ptr() == self._tensor.data_ptr()
+        self.copies += bool(same)
+        return function(*args, **(kwargs or {}))
 
 
 def test_nothing_outlives_the_error(step: CompiledStep) -> None:

@@ -79,7 +79,8 @@ def test_the_predicted_peak_is_the_counted_one(name: str) -> None:
     assert memory.state.total == state
     assert abs(memory.peak - state - found) <= BOUND * found, f"{memory.peak - state:,} predicted, {found:,} counted"
     assert memory.gradients == held_bytes(step.state.gradients)
-    assert memory.copies == held_bytes({path: step.state.buffers[path] for path in step.written})
+    copied = {path: step.state.buffers[path] for path in step.written if not path.endswith("histogram")}
+    assert memory.copies == held_bytes(copied)
     assert 0 < memory.saved < memory.peak
 
 

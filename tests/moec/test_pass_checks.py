@@ -109,7 +109,7 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> Checks:
         monkeypatch.setattr(fused_stage, "SEMANTIC_PASSES", passes)
         torch.manual_seed(0)
         batch = next(random_batches(PLAN, VOCABULARY, seed=0))
-        return check_passes(SmallModel(), PLAN, microbatches(batch)[0])
+        return check_passes(SmallModel(), PLAN, microbatches(batch, torch.float32)[0])
 
     return run
 

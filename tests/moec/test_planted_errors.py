@@ -108,7 +108,7 @@ PLAN = Plan(batch=2, length=12)
 
 def checked(model: nn.Module) -> list[PassCheck]:
     batch = next(random_batches(PLAN, VOCABULARY, seed=0))
-    return check_passes(model, PLAN, microbatches(batch)[0])
+    return check_passes(model, PLAN, microbatches(batch, torch.float32)[0])
 
 
 def test_there_is_a_plant_for_every_pass() -> None:

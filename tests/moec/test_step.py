@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,19 @@ from moec.compiler.errors import BatchError, NonFiniteError
 from moec.compiler.plan import OptimizerPlan, Plan
 from moec.runtime.batch import BatchRules
 
-from ..spine import PLAN, VOCABULARY, WIDTH, Language, Layer, assert_equal_gradients, batch_for, distance, eager, seeded
+from ..spine import (
+    PLAN,
+    VOCABULARY,
+    WIDTH,
+    Language,
+    Layer,
+    assert_equal_gradients,
+    batch_for,
+    distance,
+    eager,
+    seeded,
+    small_k3,
+)
 
 PACKED = Plan(batch=2, length=6, packing=True)
 ACCUMULATED = Plan(batch=2, length=6, accumulation=2)
@@ -213,3 +225,19 @@ def test_a_run_of_steps_lowers_the_loss() -> None:
     losses = [float(step(batch_for(plan)).loss) for _ in range(20)]
     assert losses[-1] < 0.9 * losses[0]
     assert model.embed.weight.shape == (VOCABULARY, WIDTH)
+
+
+@pytest.mark.parametrize("make", [small_k3, lambda: seeded(Language, Layer(), Layer())], ids=["k3", "any module"])
+def test_a_loss_in_float64_is_the_mean_in_float64(make: Callable[..., Any]) -> None:
+    """One over the number of tokens is no float32 number."""
+    model = make().double()
+    batch = batch_for(PLAN, seed=3)
+    labels = batch["labels"].clone()
+    labels[:, 1:] = batch["input_ids"][:, 1:]
+    labels[0, 1:4] = -100  # 7 are left
+    with torch.no_grad():
+        found = model(batch["input_ids"], labels)
+        wanted = found.lm_loss if hasattr(found, "lm_loss") else found
+    loss = moec.compile(model, PLAN).loss({**batch, "labels": labels})["lm_loss"]
+    assert loss.dtype == torch.float64
+    assert distance(loss, wanted) < 1e-14
