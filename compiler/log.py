@@ -77,11 +77,11 @@ class PassLog:
             console.print(part)
         return console.export_text().rstrip()
 
-    def renderables(self) -> Iterator[Any]:
-        """Rich tables and lines, for a terminal."""
+    def renderables(self, folded: bool = False) -> Iterator[Any]:
+        """Rich tables and lines, for a terminal; with `folded` one row for each pass whose matches are routine."""
         yield from (f"[dim]note[/dim] {escape(note)}" for note in self.notes)
         yield from (f"[dim]not a template[/dim] {escape(f'{m.path}: {m.reason}')}" for m in self.near_misses)
-        yield self._pass_table()
+        yield self._pass_table(folded)
         if self.records:
             yield self._cost_table()
         idle = self.idle_passes()
@@ -143,23 +143,31 @@ class PassLog:
             case kind:
                 raise ValueError(f"unknown kind {kind!r}")
 
-    def _pass_table(self) -> Table:
+    def _pass_table(self, folded: bool) -> Table:
         table = Table(title="passes", title_justify="left", pad_edge=False)
         for name in ("pass", "unit", "layers", "matched", "nearly", "nodes", "ms"):
             table.add_column(name, justify="left" if name in ("pass", "unit", "matched") else "right", overflow="fold")
-        for record in self.records:
-            if not record.matches and not record.near_misses and not record.warning:
-                continue
+        for rows in self._rows(folded):
+            first, texts = rows[0], [match.what for record in rows for match in record.matches]
             table.add_row(
-                record.name,
-                record.unit,
-                str(len(record.instances)),
-                escape(_summary([match.what for match in record.matches])),
-                str(len(record.near_misses) or ""),
-                f"{record.nodes_before}->{record.nodes_after}",
-                f"{1e3 * record.seconds:.0f}",
+                first.name,
+                first.unit if len(rows) == 1 else f"{len(rows)} units",
+                str(sum(len(record.instances) for record in rows)),
+                escape(first.routine if folded and first.routine else _summary(texts)),
+                str(sum(len(record.near_misses) for record in rows) or ""),
+                f"{sum(record.nodes_before for record in rows)}->{sum(record.nodes_after for record in rows)}",
+                f"{1e3 * sum(record.seconds for record in rows):.0f}",
             )
         return table
+
+    def _rows(self, folded: bool) -> Iterator[list[PassRecord]]:
+        """The records that say something; with `folded` all units of a pass of routine together."""
+        said = [record for record in self.records if record.matches or record.near_misses or record.warning]
+        together: dict[str, list[PassRecord]] = {}
+        for number, record in enumerate(said):
+            key = record.name if folded and record.routine else f"{number}"
+            together.setdefault(key, []).append(record)
+        yield from together.values()
 
     def _cost_table(self) -> Table:
         estimates = self.estimates()

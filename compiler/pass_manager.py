@@ -74,6 +74,7 @@ class Contract(ABC):
     name: also the file's name. stage: the stage whose spec the result fulfils.
     requires / provides / conflicts: names of facts ("norms", "attention", ...) that order the pipeline.
     changes_numerics: True when results may differ by rounding. touches_state: True when parameters change.
+    routine: what to call matches that nobody reads one by one; '' for all others.
     """
 
     name: ClassVar[str]
@@ -83,6 +84,7 @@ class Contract(ABC):
     conflicts: ClassVar[tuple[str, ...]] = ()
     changes_numerics: ClassVar[bool] = False
     touches_state: ClassVar[bool] = False
+    routine: ClassVar[str] = ""
 
 
 class Pass(Contract):
@@ -106,6 +108,7 @@ class PassRecord:
     """One line of the log: one pass on one unit.
 
     instances: the layers that share the unit. cost_before, cost_after: of one run of its graph, in forward direction.
+    routine: see `Contract`.
     """
 
     name: str
@@ -122,6 +125,7 @@ class PassRecord:
     cost_before: Cost
     cost_after: Cost
     warning: str = ""
+    routine: str = ""
 
 
 @dataclass
@@ -194,4 +198,5 @@ class Pipeline:
             cost_before=cost_before,
             cost_after=self.cost(unit.graph) if report.matches else cost_before,
             warning="" if report.matches else step.expected(unit),
+            routine=step.routine,
         )

@@ -49,16 +49,16 @@ def main(
     started = time.perf_counter()
     with _errors_shown():
         _clear(out)
+    ranks = f"{PLAN.mesh.world} ranks, processes of this machine that share its parameters and its experts"
+    Console().print(f"{preset} on {ranks}", highlight=False, markup=False, soft_wrap=True)
     code = launch([sys.executable, "-m", "moec.demo", "--preset", preset, "--out", str(out)], PLAN.mesh.world)
     if not code:
         Console().print(f"{time.perf_counter() - started:.0f} s in all", highlight=False)
     raise typer.Exit(code)
 
 
-def report(outcome: Outcome) -> list[Table | str]:
-    """The two curves side by side, and what the loss means."""
-    from moec.demo_run import CURVE_BOUND, TARGET
-
+def report(outcome: Outcome) -> list[Table | Text]:
+    """The two curves side by side, and what they and the loss had to show."""
     table = Table(title="the same steps, compiled and eager", title_justify="left", pad_edge=False)
     for title in ("step", "compiled", "eager", "difference"):
         table.add_column(title, justify="right")
@@ -66,13 +66,7 @@ def report(outcome: Outcome) -> list[Table | str]:
     for number in [n for n in range(1, last + 1) if n <= 3 or n % 5 == 0 or n == last]:
         one, two = outcome.compiled[number - 1], outcome.eager[number - 1]
         table.add_row(str(number), f"{one:.6f}", f"{two:.6f}", f"{abs(one - two):.1e}")
-    return [
-        table,
-        f"largest difference of the curves: {outcome.largest_difference:.1e} nats (bound {CURVE_BOUND:g})",
-        f"nats per byte on held-out text: {outcome.held_out:.3f} (targets: {TARGET}, and {outcome.mixer_target:.3f}, "
-        f"which takes mixers that work; byte frequencies alone give {outcome.text.bytes_alone:.3f}, byte pairs alone "
-        f"{outcome.text.pairs_alone:.3f})",
-    ]
+    return [table, *(Text(str(check), "green" if check.passed else "red") for check in outcome.checks())]
 
 
 def next_steps(preset: str, out: Path) -> dict[str, str]:
@@ -122,10 +116,10 @@ def _on_rank(preset: str, out: Path) -> None:
     console.print("Where to look next:")
     for what, where in next_steps(preset, out).items():
         console.print(f"  {what:30}{where}", highlight=False, markup=False, soft_wrap=True)
-    failures = outcome.failures()
-    for failure in failures:
-        console.print(f"[red]missed:[/red] {failure}")
-    if failures:
+    missed = [check for check in outcome.checks() if not check.passed]
+    for check in missed:
+        console.print(Text(str(check), "red"), soft_wrap=True)
+    if missed:
         raise typer.Exit(1)
 
 

@@ -56,6 +56,17 @@ _SECONDS = 30.0
 
 
 @dataclass(frozen=True)
+class Check:
+    """One thing that a demo has to show, with its numbers."""
+
+    passed: bool
+    text: str
+
+    def __str__(self) -> str:
+        return f"{'passed' if self.passed else 'missed'}: {self.text}"
+
+
+@dataclass(frozen=True)
 class Outcome:
     """compiled, eager: losses per step; the eager run is shorter. held_out: nats per byte after the last step."""
 
@@ -74,22 +85,26 @@ class Outcome:
         """Nats per byte that no model reaches without mixers that work."""
         return self.text.pairs_alone - PAIRS_MARGIN
 
-    def failures(self) -> list[str]:
-        """What missed its bound; empty when all is well."""
-        found = []
-        if not self.held_out < TARGET:
-            found.append(f"the loss on held-out text is {self.held_out:.3f}, the target is {TARGET}")
-        if not self.held_out < self.mixer_target:
-            found.append(
-                f"the loss on held-out text is {self.held_out:.3f}, not below {self.mixer_target:.3f}: byte pairs "
-                f"alone give {self.text.pairs_alone:.3f}, so the mixers carry too little from earlier bytes"
-            )
-        first = abs(self.compiled[0] - self.eager[0])
-        if not first < FIRST_BOUND:
-            found.append(f"the first compiled and eager losses differ by {first:.2e}, bound {FIRST_BOUND:g}")
-        if not self.largest_difference < CURVE_BOUND:
-            found.append(f"compiled and eager losses differ by {self.largest_difference:.2e}, bound {CURVE_BOUND:g}")
-        return found
+    def checks(self) -> list[Check]:
+        """Everything that a demo has to show."""
+        first, largest = abs(self.compiled[0] - self.eager[0]), self.largest_difference
+        held_out = f"held-out text takes {self.held_out:.3f} nats per byte"
+        return [
+            Check(
+                first < FIRST_BOUND,
+                f"the first losses, compiled and eager, differ by {first:.1e} nats, bound {FIRST_BOUND:g}",
+            ),
+            Check(largest < CURVE_BOUND, f"the two curves differ by at most {largest:.1e} nats, bound {CURVE_BOUND:g}"),
+            Check(
+                self.held_out < TARGET,
+                f"{held_out}, target {TARGET}; byte frequencies alone give {self.text.bytes_alone:.3f}",
+            ),
+            Check(
+                self.held_out < self.mixer_target,
+                f"{held_out}, bound of mixers that work {self.mixer_target:.3f}; byte pairs alone give "
+                f"{self.text.pairs_alone:.3f}",
+            ),
+        ]
 
 
 def run_demo(

@@ -48,11 +48,12 @@ def preset_table() -> Table:
 
 
 def compile_report(log: PassLog, folder: Path, seconds: float) -> Iterator[Any]:
-    """The pass log, then how long the command took, its peak memory, and where to read on."""
-    yield from log.renderables()
+    """The pass log in short, then how long the command took, its peak memory, and where to read on."""
+    yield from log.renderables(folded=True)
     yield from rank_report(folder, Plan.from_yaml(folder / PLAN))
     yield f"compiled in {seconds:.1f} s, peak memory {_peak_bytes() / _MIB:,.0f} MiB"
     yield from _where(folder)
+    yield f"every row of the passes, and what is kept for backward: moec inspect {escape(str(folder))}"
 
 
 def overview(folder: Path) -> Iterator[Any]:

@@ -33,6 +33,7 @@ class Normalize(Pass):
     name = "normalize"
     stage = "captured"
     provides = ("normal_form",)
+    routine = "plain operators without effect dropped, others brought into one form"
 
     def run(self, unit: Unit, context: PassContext) -> Report:
         report = Report()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from moec.compiler.cost import Cost
 from moec.compiler.errors import ArtifactError
@@ -113,6 +115,24 @@ def test_idle_passes_are_named_once_and_have_no_row() -> None:
     assert FULL.idle_passes() == ["fuse_kda"]
     assert str(FULL).count("fuse_kda") == 1
     assert "matched nothing in any unit fuse_kda" in " ".join(str(FULL).split())
+
+
+def test_matches_of_routine_are_one_row_in_short_and_all_rows_in_full() -> None:
+    drops = (Change("", "3 x aten.to.dtype dropped"),)
+    tidy = [record(name="normalize", unit=unit, matches=drops, routine="tidied") for unit in ("layer", "model")]
+    log = PassLog(records=[tidy[0], tidy[1], record()])
+    cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in _text(log, folded=True)]
+    assert ["normalize", "2 units", "4", "tidied", "2", "40->24", "500"] in cells
+    assert any(row[0] == "recognize_norm" for row in cells)
+    assert "aten.to.dtype" not in " ".join(_text(log, folded=True))
+    assert " ".join(_text(log, folded=False)).count("3 x aten.to.dtype dropped") == 2
+
+
+def _text(log: PassLog, folded: bool) -> list[str]:
+    console = Console(width=200, record=True, file=io.StringIO())
+    for part in log.renderables(folded):
+        console.print(part)
+    return console.export_text().splitlines()
 
 
 def test_matches_and_warnings_are_found_by_pass() -> None:
