@@ -200,19 +200,26 @@ def verify(
 
     place, own = _joined(_device(device), chosen) if lockstep == 1 else (_device(device), None)
     same: Any = {"dtype": _dtype(chosen), "device": place, "seed": seed}
-    alone = world == 1 or own is None or own.is_first
-    whole = build_target(target, **same, weights=weights) if alone else None
-    with _console().status(f"verifying {target}"):
+    first = own is None or own.is_first
+    whole = build_target(target, **same, weights=weights) if first else None
+    console = _console()
+    console.quiet = not first
+    with console.status(f"verifying {target}") as status:
+
+        def progress(doing: str) -> None:
+            status.update(f"verifying {target}: {doing}")
+
+        run: Any = {"steps": steps, "seed": seed, "progress": progress}
         if whole is not None and world == 1:
-            report = checks.verify(whole, with_packing(chosen, given, whole), steps=steps, seed=seed)
+            report = checks.verify(whole, with_packing(chosen, given, whole), **run)
         elif whole is not None and own is None:
-            report = verify_lockstep(whole, with_packing(chosen, given, whole), steps=steps, seed=seed)
+            report = verify_lockstep(whole, with_packing(chosen, given, whole), **run)
         else:
             assert own is not None
             model = fake_target(target, **same)
             chosen = with_packing(chosen, given, model)
-            report = verify_ranks(model, chosen, own, whole, steps=steps, seed=seed, weights=weights)
-    if own is None or own.is_first:
+            report = verify_ranks(model, chosen, own, whole, **run, weights=weights)
+    if first:
         _show(report.renderables())
         if not report.equal:
             raise typer.Exit(DIFFERENCE)

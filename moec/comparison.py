@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -46,6 +46,14 @@ HALF_FLOOR = {torch.bfloat16: 2.0**-11, torch.float16: 2.0**-14}
 """Two errors far below one rounding of the type are chance, and so is their ratio."""
 SCALAR_FLOOR = 4.0
 """Times that floor for losses: one scalar a step tells little about how far rounding goes."""
+
+
+Progress = Callable[[str], None]
+"""Is told what is being done, as "step 2 of 3"."""
+
+
+def silent(doing: str) -> None:
+    """Progress that nobody sees."""
 
 
 @dataclass(frozen=True)

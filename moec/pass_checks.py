@@ -23,6 +23,7 @@ import torch
 from rich.table import Table
 from torch import Tensor, fx, nn
 
+from moec.comparison import Progress, silent
 from moec.compiler._torch_compat import pytree
 from moec.compiler.ambient import current
 from moec.compiler.capture import Capture, capture
@@ -72,7 +73,9 @@ class PassCheck:
         return self.excess <= 1.0
 
 
-def check_passes(model: nn.Module, plan: Plan, microbatch: Mapping[str, Tensor]) -> list[PassCheck]:
+def check_passes(
+    model: nn.Module, plan: Plan, microbatch: Mapping[str, Tensor], progress: Progress = silent
+) -> list[PassCheck]:
     """Run all passes of a plan and check each, in the order in which they ran.
 
     microbatch: what the training view takes, [B, T]. The model's buffers change as in any training forward.
@@ -84,6 +87,7 @@ def check_passes(model: nn.Module, plan: Plan, microbatch: Mapping[str, Tensor])
     found: list[PassCheck] = []
 
     def after(step: Pass, unit: Unit) -> None:
+        progress(f"pass {step.name} on {unit.name}")
         old, new = before[unit.name], _Graph.of(unit, captured.templates)
         before[unit.name] = new
         if graph_text(old.module.graph) == graph_text(new.module.graph):

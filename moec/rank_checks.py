@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 import moec
-from moec.comparison import BOUNDS, FULL, HALF_FLOOR, NOISE_RATIO, Comparison, Kind, error_of
+from moec.comparison import BOUNDS, FULL, HALF_FLOOR, NOISE_RATIO, Comparison, Kind, Progress, error_of, silent
 from moec.compiler.errors import PlanError
 from moec.compiler.plan import MeshPlan, Plan
 from moec.distance import largest_by_role, role
@@ -55,14 +55,17 @@ def joined_batches(model: nn.Module, plan: Plan, steps: int, seed: int) -> list[
     return [next(source) for _ in range(steps)]
 
 
-def verify_lockstep(model: nn.Module, plan: Plan, *, steps: int = 3, seed: int = 0) -> Report:
+def verify_lockstep(
+    model: nn.Module, plan: Plan, *, steps: int = 3, seed: int = 0, progress: Progress = silent
+) -> Report:
     """Compare simulated ranks with one rank; the model stays as it is."""
     if plan.mesh.world == 1:
         raise PlanError("the plan's mesh has one rank", where="plan.mesh", hint="set mesh.fsdp, and mesh.ep")
+    progress("compiling")
     one = OneRank(copy.deepcopy(model), joined_plan(plan))
     many = cast(UnconnectedStep, moec.compile(copy.deepcopy(model), plan)).simulate_ranks()
     batches = joined_batches(model, many.plan, steps, seed)
-    found = many.run(lambda rank: compare(many.steps[rank], one if rank == 0 else None, batches, rank))
+    found = many.run(lambda rank: compare(many.steps[rank], one if rank == 0 else None, batches, rank, progress))
     return found[0]
 
 
@@ -75,6 +78,7 @@ def verify_ranks(
     steps: int = 3,
     seed: int = 0,
     weights: Path | None = None,
+    progress: Progress = silent,
 ) -> Report:
     """Compare connected ranks with one rank; all call it together, and the first one's report says what was found.
 
@@ -82,10 +86,11 @@ def verify_ranks(
     whole model with the same weights; that rank also gathers what it compares, and no other one ever holds more of it
     than one tensor.
     """
+    progress("compiling")
     step = moec.compile(model, plan, weights=weights)
     batches = joined_batches(model, step.plan, steps, seed)
     one = None if reference is None else OneRank(reference, joined_plan(plan))
-    return compare(step, one, batches, ranks.rank)
+    return compare(step, one, batches, ranks.rank, progress)
 
 
 class OneRank:
@@ -105,7 +110,9 @@ class OneRank:
         return precise, largest_by_role(errors)
 
 
-def compare(step: CompiledStep, one: OneRank | None, batches: Sequence[Tensors], rank: int) -> Report:
+def compare(
+    step: CompiledStep, one: OneRank | None, batches: Sequence[Tensors], rank: int, progress: Progress = silent
+) -> Report:
     """What one rank does for the comparison; the rank that is given the reference gets a report of it.
 
     All ranks call this together, with the same batches.
@@ -114,6 +121,7 @@ def compare(step: CompiledStep, one: OneRank | None, batches: Sequence[Tensors],
     title = f"{mesh.world} ranks (ep {mesh.ep}) against one"
     report, state = Report(title=title), cast(ShardedState, step.state)
     for number, batch in enumerate(batches, 1):
+        progress(f"step {number} of {len(batches)}")
         rate = step.learning_rate()
         rows = split_rows(batch, step.plan)[rank]
         gradients = _gathered(state, step.gradients(rows), one is not None)

@@ -84,6 +84,10 @@ class StepPair:
                 found = [self._better(one, again) for one in found]
         return found
 
+    def noise(self, comparison: Comparison) -> float | None:
+        """How far eager itself is from the next wider type, in tensors of the same role; None where nobody asked."""
+        return self._noise.get((comparison.kind, role(comparison.name)))
+
     def _better(self, comparison: Comparison, again: Mapping[tuple[Kind, str], Comparison]) -> Comparison:
         """What a second try makes of a comparison of the same step that was beyond its bound."""
         if comparison.equal:

@@ -34,6 +34,7 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     result = run("compile", FACTORY, "--out", folder, *SMALL_PLAN, "--set", "packing=true")
     assert result.exit_code == 0, result.output
     assert "passes" in result.stdout
+    assert result.stdout.count("normalize") == 2  # its one row, and its estimate
     assert "compiled in" in result.stdout
     assert "peak memory" in result.stdout
     assert f"{folder}/step.py" in result.stdout
@@ -138,6 +139,7 @@ def test_a_plan_file_is_read_and_settings_override_it(tmp_path: Path) -> None:
 
 def test_inspect_gives_an_overview(artifact: Path) -> None:
     text = said(run("inspect", artifact))
+    assert text.count("normalize") > 2
     assert "1 x [2, 32] tokens on cpu" in text
     assert "stages: captured, fused, joint, placed, lowered" in text
     assert "kept for backward, per layer" in text
@@ -223,6 +225,12 @@ def test_verify_of_equal_steps_succeeds() -> None:
     assert result.exit_code == 0, result.output
     assert "every pass on its own" in result.stdout
     assert result.stdout.splitlines()[-1].strip() == "equal"
+
+
+def test_verify_shows_on_a_terminal_what_it_does_and_nothing_elsewhere() -> None:
+    arguments = ["verify", FACTORY, *SMALL_PLAN, "--steps", "1"]
+    assert f"verifying {FACTORY}: compiling" in CliRunner(env={"FORCE_COLOR": "1"}).invoke(app, arguments).stdout
+    assert "verifying" not in run(*arguments).output
 
 
 def test_verify_of_a_difference_exits_with_1(monkeypatch: pytest.MonkeyPatch) -> None:

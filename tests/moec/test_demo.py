@@ -200,6 +200,7 @@ def test_the_demo_learns_and_everything_it_points_to_is_there(preset: str, tmp_p
     out = tmp_path / "demo"
     done = _demo(preset, out)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith(f"{preset} on 2 ranks, ")
     for where in next_steps(preset, out).values():
         assert where in done.stdout
         if Path(where.split()[0]).is_relative_to(out):
