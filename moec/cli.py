@@ -209,16 +209,16 @@ def verify(
         def progress(doing: str) -> None:
             status.update(f"verifying {target}: {doing}")
 
-        run: Any = {"steps": steps, "seed": seed, "progress": progress}
+        options: Any = {"steps": steps, "seed": seed, "progress": progress}
         if whole is not None and world == 1:
-            report = checks.verify(whole, with_packing(chosen, given, whole), **run)
+            report = checks.verify(whole, with_packing(chosen, given, whole), **options)
         elif whole is not None and own is None:
-            report = verify_lockstep(whole, with_packing(chosen, given, whole), **run)
+            report = verify_lockstep(whole, with_packing(chosen, given, whole), **options)
         else:
             assert own is not None
             model = fake_target(target, **same)
             chosen = with_packing(chosen, given, model)
-            report = verify_ranks(model, chosen, own, whole, **run, weights=weights)
+            report = verify_ranks(model, chosen, own, whole, **options, weights=weights)
     if first:
         _show(report.renderables())
         if not report.equal:
