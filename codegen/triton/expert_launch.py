@@ -133,10 +133,11 @@ def linear(
     columns = weight.shape[2] if transposed else weight.shape[1]
     y = x.new_empty(x.shape[0], columns)
     if y.numel():
-        given = _Operands.of(x, weight, offsets, tile, tile.columns, transposed)
+        two = tile.columns > 128 and not transposed
+        given = _Operands.of(x, weight, offsets, tile, tile.columns // 2 if two else tile.columns, transposed)
         expert_linear[given.grid(columns, tile.columns)](
             *given.x, *given.w, _or(bias, x), y, *given.lists, x.shape[1], columns,
-            BIASED=bias is not None, **given.constants,
+            BIASED=bias is not None, TWO=two, **given.constants,
         )  # fmt: skip
     return y
 

@@ -20,7 +20,7 @@ def expert_linear(
     x, x_desc, x_small, w, w_desc, bias, y, offsets, tiles, experts, rows, width, columns,
     BIASED: tl.constexpr, TRANSPOSED: tl.constexpr, TMA_X: tl.constexpr, TMA_W: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, TWO: tl.constexpr,
 ):  # fmt: skip
     column_tiles = tl.cdiv(columns, COLUMNS)
     tile = tl.program_id(0)
@@ -29,12 +29,12 @@ def expert_linear(
         if end - row <= ROWS // 2:
             _linear_tile(
                 x, x_small, w, w_desc, bias, y, expert, row, end, n * COLUMNS, experts, width, columns, BIASED,
-                TRANSPOSED, TMA_X, TMA_W, ROWS // 2, COLUMNS, DEPTH, STAGES, PRECISION,
+                TRANSPOSED, TMA_X, TMA_W, ROWS // 2, COLUMNS, DEPTH, STAGES, PRECISION, TWO,
             )  # fmt: skip
         else:
             _linear_tile(
                 x, x_desc, w, w_desc, bias, y, expert, row, end, n * COLUMNS, experts, width, columns, BIASED,
-                TRANSPOSED, TMA_X, TMA_W, ROWS, COLUMNS, DEPTH, STAGES, PRECISION,
+                TRANSPOSED, TMA_X, TMA_W, ROWS, COLUMNS, DEPTH, STAGES, PRECISION, TWO,
             )  # fmt: skip
 
 
@@ -42,15 +42,20 @@ def expert_linear(
 def _linear_tile(
     x, x_desc, w, w_desc, bias, y, expert, row, end, column, experts, width, columns, BIASED: tl.constexpr,
     TRANSPOSED: tl.constexpr, TMA_X: tl.constexpr, TMA_W: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    DEPTH: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, TWO: tl.constexpr,
 ):  # fmt: skip
-    one, _ = product(
-        x, x_desc, w, w_desc, expert, row, end, column, column, tl.where(expert < experts, width, 0), columns, False,
-        TRANSPOSED, TMA_X, TMA_W, ROWS, COLUMNS, DEPTH, STAGES, PRECISION,
+    WIDE: tl.constexpr = COLUMNS // 2 if TWO else COLUMNS
+    one, two = product(
+        x, x_desc, w, w_desc, expert, row, end, column, column + WIDE, tl.where(expert < experts, width, 0), columns,
+        TWO, TRANSPOSED, TMA_X, TMA_W, ROWS, WIDE, DEPTH, STAGES, PRECISION,
     )  # fmt: skip
     if BIASED:
-        one += _bias(bias, expert, experts, column, columns, columns, COLUMNS)[None, :]
-    _store(y, one, row, end, column, columns, columns, ROWS, COLUMNS)
+        one += _bias(bias, expert, experts, column, columns, columns, WIDE)[None, :]
+    _store(y, one, row, end, column, columns, columns, ROWS, WIDE)
+    if TWO:
+        if BIASED:
+            two += _bias(bias, expert, experts, column + WIDE, columns, columns, WIDE)[None, :]
+        _store(y, two, row, end, column + WIDE, columns, columns, ROWS, WIDE)
 
 
 @triton.jit

@@ -89,7 +89,7 @@ def _route(
     top_groups: int,
     renorm_eps: float,
 ) -> tuple[Tensor, Tensor]:
-    _check(logits, top_k, score, softmax_after_topk, groups, top_groups)
+    check(logits, top_k, score, softmax_after_topk, groups, top_groups)
     values = logits.to(math_dtype(logits.dtype))
     scores = values if softmax_after_topk else _score(values, score)
     choice = scores if bias is None else scores + bias.to(scores.dtype)
@@ -141,7 +141,7 @@ def _route_fake(
     top_groups: int,
     renorm_eps: float,
 ) -> tuple[Tensor, Tensor]:
-    _check(logits, top_k, score, softmax_after_topk, groups, top_groups)
+    check(logits, top_k, score, softmax_after_topk, groups, top_groups)
     tokens = logits.shape[0]
     return logits.new_empty(tokens, top_k), logits.new_empty(tokens, top_k, dtype=torch.int64)
 
@@ -159,7 +159,7 @@ def _route_backward_fake(
     return logits.new_empty(logits.shape)
 
 
-def _check(logits: Tensor, top_k: int, score: str, softmax_after_topk: bool, groups: int, top_groups: int) -> None:
+def check(logits: Tensor, top_k: int, score: str, softmax_after_topk: bool, groups: int, top_groups: int) -> None:
     experts = logits.shape[-1]
     if score not in ("sigmoid", "softmax"):
         raise ValueError(f"moec::route: score={score!r} is not 'sigmoid' or 'softmax'")

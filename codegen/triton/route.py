@@ -1,0 +1,80 @@
+"""Routing on a GPU: kernels for `moec::route` and its gradient, on CUDA tensors wherever the op is called.
+
+Nothing here needs a GPU or Triton to be imported; the kernels are loaded at the first call.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from moec.compiler import dialect  # noqa: F401  registers the ops
+from moec.compiler.dialect.registry import BODIES
+from moec.compiler.lower import Implementation, argument_of, register_implementation
+from moec.compiler.workspace import register_workspace
+
+_OPS: Any = torch.ops.moec
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_MOST = 4096
+
+
+def refusal(node: fx.Node) -> str:
+    """Why the kernels do not fit a call of one of the ops; '' when they fit."""
+    arguments = (argument_of(node, argument.name) for argument in node.target._schema.arguments)  # type: ignore[union-attr]
+    return reason(node.target, *(value.meta["val"] if isinstance(value, fx.Node) else value for value in arguments))
+
+
+def reason(op: Any, *arguments: Any) -> str:
+    """The same for an op and the arguments of a call."""
+    given = dict(zip((argument.name for argument in op._schema.arguments), arguments, strict=True))
+    logits: Tensor = given["logits"]
+    experts, groups = logits.shape[1], given.get("groups", 1)
+    if not logits.is_cuda:
+        return f"logits is on {logits.device.type}, the kernels need a CUDA device"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if logits.dtype not in _DTYPES:
+        return f"logits is {str(logits.dtype).removeprefix('torch.')}, expected bfloat16, float16 or float32"
+    if experts > _MOST:
+        return f"{experts} experts, the kernels hold up to {_MOST} scores of a token"
+    if groups > 1 and (experts & (experts - 1) or groups & (groups - 1)):
+        return f"{experts} experts in {groups} groups, the kernels need powers of two"
+    return ""
+
+
+def _route(*arguments: Any) -> Any:
+    from moec.codegen.triton import route_launch
+
+    return route_launch.route(*arguments)
+
+
+def _route_backward(*arguments: Any) -> Any:
+    from moec.codegen.triton import route_launch
+
+    return route_launch.route_backward(*arguments)
+
+
+def _on_device(op: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """An op's kernel where it fits, its reference elsewhere."""
+
+    def run(*arguments: Any) -> Any:
+        return (BODIES[op] if reason(op, *arguments) else function)(*arguments)
+
+    return run
+
+
+def workspace(node: fx.Node) -> int | None:
+    """The kernels hold nothing beyond inputs and results."""
+    return None if refusal(node) else 0
+
+
+TABLE: dict[Any, Callable[..., Any]] = {_OPS.route.default: _route, _OPS.route_backward.default: _route_backward}
+
+for _op, _function in TABLE.items():
+    torch.library.register_kernel(_op, "cuda", _on_device(_op, _function))
+    register_implementation(_op, Implementation("triton", _op, refusal))
+    register_workspace(_op, workspace)

@@ -1,0 +1,60 @@
+"""The routing kernels against the reference in float64, run by test_route_kernels.py."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from moec.codegen.triton import route_launch
+from moec.compiler.dialect.registry import BODIES
+
+FORMS: dict[str, dict[str, Any]] = {
+    "sigmoid, biased": {"score": "sigmoid", "biased": True},
+    "sigmoid, groups": {"score": "sigmoid", "experts": 32, "groups": 8, "top_groups": 3},
+    "sigmoid, biased, groups": {"score": "sigmoid", "biased": True, "experts": 32, "groups": 4, "top_groups": 2},
+    "groups of one": {"score": "softmax", "biased": True, "experts": 16, "groups": 16, "top_groups": 5, "top_k": 4},
+    "softmax": {"score": "softmax", "renormalize": False},
+    "softmax, renormalized": {"score": "softmax", "experts": 60},
+    "softmax after": {"score": "softmax", "softmax_after_topk": True, "renormalize": False},
+    "one expert": {"score": "sigmoid", "experts": 1, "top_k": 1, "renormalize": False},
+    "all experts": {"score": "softmax", "experts": 6, "top_k": 6},
+}
+
+
+def main(device: str, dtype: torch.dtype) -> None:
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    bound = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}[dtype]
+    for name, form in FORMS.items():
+        for what, error in compare(device, dtype, **form).items():
+            assert error <= bound, (name, what, error)
+    print("checked", len(FORMS))
+
+
+def compare(
+    device: str, dtype: torch.dtype, score: str, experts: int = 23, top_k: int = 5, groups: int = 1,
+    top_groups: int = 1, biased: bool = False, softmax_after_topk: bool = False, renormalize: bool = True,
+) -> dict[str, float]:  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(13, experts, generator=generator).to(device, dtype)
+    bias = torch.randn(experts, generator=generator).to(device) if biased else None
+    grad = torch.randn(13, top_k, generator=generator).to(device, dtype)
+    weighting = (score, softmax_after_topk, renormalize, 2.5)
+    weights, indices = route_launch.route(logits, bias, top_k, *weighting, groups, top_groups, 1e-20)
+    exact = (logits.double(), None if bias is None else bias.double())
+    truth, chosen = BODIES[torch.ops.moec.route.default](*exact, top_k, *weighting, groups, top_groups, 1e-20)
+    assert torch.equal(indices, chosen)
+    found = route_launch.route_backward(grad, logits, indices, *weighting, 1e-20)
+    grads = (grad.double(), logits.double(), indices)
+    wanted = BODIES[torch.ops.moec.route_backward.default](*grads, *weighting, 1e-20)
+    return {
+        name: float((one.double() - two).norm() / two.norm().clamp_min(1e-30))
+        for name, one, two in (("weights", weights, truth), ("gradient", found, wanted))
+    }
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(sys.argv[1], getattr(torch, sys.argv[2]))
