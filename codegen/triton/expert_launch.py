@@ -133,7 +133,8 @@ def linear(
     columns = weight.shape[2] if transposed else weight.shape[1]
     y = x.new_empty(x.shape[0], columns)
     if y.numel():
-        two = tile.columns > 128 and not transposed
+        # Two reads of half the columns: a fifth faster than one where columns are the outer dimension of a matrix.
+        two = not transposed
         given = _Operands.of(x, weight, offsets, tile, tile.columns // 2 if two else tile.columns, transposed)
         expert_linear[given.grid(columns, tile.columns)](
             *given.x, *given.w, _or(bias, x), y, *given.lists, x.shape[1], columns,

@@ -1,6 +1,6 @@
 """Grouped products of rows with one matrix per expert, and what is done to a tile before it is stored.
 
-1. `expert_linear`: y[r] = W[e] x[r] + b[e].
+1. `expert_linear`: y[r] = W[e] x[r] + b[e]; TWO: as two products of half the columns.
 2. `expert_up`: the up projection and its activation; the pre-activation is stored or not.
 
 Every program computes one tile of the list (`expert_tiles.py`); one of at most half of the rows is computed as a tile

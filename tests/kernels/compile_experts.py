@@ -45,8 +45,8 @@ PLAIN: dict[str, Any] = {
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "up": (expert_up, {}),
     "up, interleaved and transposed": (expert_up, {"INTERLEAVED": True, "TRANSPOSED": True, "BIASED": True}),
-    "linear": (expert_linear, {}),
-    "linear, transposed": (expert_linear, {"TRANSPOSED": True}),
+    "linear": (expert_linear, {"TWO": True}),
+    "linear, transposed": (expert_linear, {"TRANSPOSED": True, "TWO": False}),
     "weight_gradient": (expert_weight_gradient, {}),
     "weight_gradient, added": (expert_weight_gradient, {"ADD": True}),
 }
@@ -79,7 +79,7 @@ def _kind(name: str, kernel: Any, constants: dict[str, Any], tile: Tile) -> str:
     """The type of an argument, as Triton writes it."""
     if name in constants:
         return "constexpr"
-    halves = kernel is expert_up and not constants["INTERLEAVED"]
+    halves = constants.get("TWO", kernel is expert_up and not constants["INTERLEAVED"])
     wide = tile.columns // 2 if halves else tile.columns
     blocks = {
         "x_desc": [tile.rows, tile.depth], "x_small": [tile.rows // 2, tile.depth],
