@@ -147,15 +147,69 @@ def test_files_exist(page: Path, work: Path) -> None:
 @pages
 def test_nothing_is_shown_unchecked(page: Path) -> None:
     """A misspelt directive, or output without one, would hold nothing to anything."""
-    unknown = [c for c in re.findall(r"<!-- (.*) -->", page.read_text()) if not c.startswith(("shows: ", "table: "))]
+    known = ("shows: ", "table: ", "recorded: ", "file: ")
+    unknown = [c for c in re.findall(r"<!-- (.*) -->", page.read_text()) if not c.startswith(known)]
     assert not unknown, f"{page.name}: {unknown}"
     for block in _blocks(page):
         if block.language == "yaml" and not block.shows:
             Plan.from_yaml("\n".join(block.lines))
-        elif block.language == "console" and not block.shows:
+        elif block.language == "console" and not block.shows and not _directive(page, block).startswith("recorded: "):
             assert all(line.startswith("$ ") for line in block.lines), f"{page.name}, line {block.first}"
         else:
             assert block.shows or block.language in ("python", "console", "mermaid"), f"{page.name}, line {block.first}"
+
+
+SMALL = "tests.moec.small_models:make"
+LIKE = {
+    "train": f"train {SMALL} --data docs --steps 10 --set batch=2 --set length=32 --out OUT",
+    "verify": f"verify {SMALL} --steps 1 --set batch=2 --set length=32",
+}
+"""Commands on a small model that print what the recorded outputs of the documentation show of a larger one."""
+
+
+@pytest.mark.parametrize("name", LIKE)
+def test_recorded_outputs_are_in_the_form_of_fresh_ones(name: str, tmp_path: Path) -> None:
+    page = ROOT / "docs" / "commands.md"
+    block = next(block for block in _blocks(page) if _directive(page, block) == f"recorded: {name}")
+    assert block.lines[0].startswith(f"$ moec {name} ")
+    fresh = {
+        _form(line) for line in _run(f"moec {LIKE[name].replace('OUT', str(tmp_path / 'out'))}", ROOT).splitlines()
+    }
+    shown = {_form(line) for line in block.lines[1:]}
+    assert {form for form in fresh if form} <= shown
+
+
+def _form(line: str) -> str:
+    """A line of output without its numbers; of a table's rows the first cell that is a word."""
+    if "│" in line:
+        cells = [cell.strip() for cell in line.strip("│").split("│")]
+        return next((cell for cell in cells if re.fullmatch("[a-z_ ]+", cell)), "")
+    if "┃" in line or "nearest" in line:
+        return " ".join(re.findall("[a-z]{3,}", line.split(":")[0]))
+    return "" if set(line) & set("━─") else re.sub(r"(?<=all in ).*", "", re.sub(r"[\d.,:]+", "#", line)).strip()
+
+
+def test_the_models_of_the_commands_page_are_targets(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    page = ROOT / "docs" / "commands.md"
+    model, config = (block for block in _blocks(page) if _runs(block))
+    assert _directive(page, model) == "file: my_model.py"
+    (tmp_path / "my_model.py").write_text("\n".join(model.lines))
+    with chdir(tmp_path):
+        exec("\n".join(config.lines), {})
+    commands = [line.removeprefix("$ ") for block in _blocks(page) for line in block.lines if line.startswith("$ ")]
+    chosen = [line for line in commands if "my_model:make" in line or "tiny-mixtral" in line]
+    assert len(chosen) == 4
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "text.md").write_text("some words " * 400)
+    for command in chosen:
+        _run(command.replace("--steps 100", "--steps 2"), tmp_path)
+
+
+def _directive(page: Path, block: Block) -> str:
+    """The comment above a block."""
+    found = re.fullmatch("<!-- (.+) -->", page.read_text().splitlines()[block.first - 2])
+    return found[1] if found else ""
 
 
 def test_every_page_is_reached_from_the_readme() -> None:
