@@ -238,6 +238,12 @@ def test_what_does_not_fit_is_refused() -> None:
         dialect.expert_slots(torch.tensor([[4]]), experts=4)
 
 
+@pytest.mark.parametrize("shape", [(5, 2), (0, 2)])
+def test_contract_of_expert_slots(shape: tuple[int, int]) -> None:
+    indices = torch.randint(4, shape, generator=torch.Generator().manual_seed(0))
+    torch.library.opcheck(torch.ops.moec.expert_slots.default, (indices, 4))
+
+
 def test_costs() -> None:
     order, position, offsets = _sorted(True)
     x, first, second = operands(SWIGLU)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -239,6 +240,17 @@ def test_verify_of_a_difference_exits_with_1(monkeypatch: pytest.MonkeyPatch) ->
     assert result.exit_code == 1
     assert "not equal" in result.stdout
     assert "parameter" in result.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_whole_of_k3_becomes_a_program_that_can_be_read_without_memory_for_weights(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "moec", "compile", "k3", "--out", str(tmp_path / "k3")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    peak = re.search(r"peak memory ([\d,]+) MiB", done.stdout)
+    assert peak, done.stdout
+    assert int(peak[1].replace(",", "")) * 2**20 < 6e9
+    assert len((tmp_path / "k3" / "step.py").read_text().splitlines()) < 10_000
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,7 @@ def test_a_terminal_gets_a_bar(tmp_path: Path, corpus: Path) -> None:
     summary = train(toy_step(), toy_data(corpus), steps=3, out=tmp_path / "out", console=console)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "3/3" in text
+    assert "left" in text
     assert f"loss {summary.losses[-1]:.4f}" in text
     assert "tokens/s" in text
 
