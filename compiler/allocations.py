@@ -8,7 +8,7 @@ allocates and frees inside is not.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -21,10 +21,12 @@ class AllocationCount(TorchDispatchMode):
     """Within the context: `held`, bytes of storages made inside and still alive, and `peak`, the most there were.
 
     granularity: every storage counts as a multiple of this many bytes, as the device's allocator hands it out.
+    opaque: ops of the dialect that are not looked into: their results alone count.
     """
 
-    def __init__(self, granularity: int = 1) -> None:
+    def __init__(self, granularity: int = 1, opaque: Container[OpOverload] = ()) -> None:
         super().__init__()
+        self._opaque = opaque
         self.held = self.peak = 0
         self._granularity = granularity
         self._known: set[int] = set()
@@ -33,7 +35,7 @@ class AllocationCount(TorchDispatchMode):
         self, function: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         given = {storage_key(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-        body = BODIES.get(function)
+        body = None if function in self._opaque else BODIES.get(function)
         if body is None:
             result = function(*args, **(kwargs or {}))
         else:

@@ -75,6 +75,7 @@ class Contract(ABC):
     requires / provides / conflicts: names of facts ("norms", "attention", ...) that order the pipeline.
     changes_numerics: True when results may differ by rounding. touches_state: True when parameters change.
     routine: what to call matches that nobody reads one by one; '' for all others.
+    device: the kind of device that the pass is for, '' for all; on others it runs where plan.enable names it.
     """
 
     name: ClassVar[str]
@@ -85,6 +86,7 @@ class Contract(ABC):
     changes_numerics: ClassVar[bool] = False
     touches_state: ClassVar[bool] = False
     routine: ClassVar[str] = ""
+    device: ClassVar[str] = ""
 
 
 class Pass(Contract):

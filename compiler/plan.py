@@ -34,6 +34,7 @@ class Plan:
     cache: which forward values are kept, offloaded or computed again in backward.
     loss: how many logits exist at a time.
     disable: names of passes to leave out.
+    enable: names of passes for another kind of device that are to run all the same.
     check: verify the stage's spec after every pass.
     """
 
@@ -50,6 +51,7 @@ class Plan:
     mesh: MeshPlan = field(default_factory=MeshPlan)
     optimizer: OptimizerPlan = field(default_factory=OptimizerPlan)
     disable: tuple[str, ...] = ()
+    enable: tuple[str, ...] = ()
     check: bool = False
 
     def __post_init__(self) -> None:

@@ -3,7 +3,8 @@
 1. A rule of the table `WORKSPACE`, where an implementation brings one (`register_workspace`) that fits the call.
 2. An op of the dialect that runs its Python body: the body is run once on tensors of the meta device under an
    allocation count, so the answer is that of the code itself. Sizes that are data count as expected.
-3. Bodies that read their data (`_BY_SIZE`) cannot run so; what they hold follows from the sizes.
+3. Bodies that read their data (`_BY_SIZE`) cannot run so; what they hold follows from the sizes, and inside of another
+   body is left out.
 4. ATen ops count none.
 """
 
@@ -57,7 +58,7 @@ class Workspaces:
         return self._known[key]
 
     def _measured(self, body: Callable[..., Any], args: Any) -> int:
-        with torch.no_grad(), AllocationCount(self._granularity) as count:
+        with torch.no_grad(), AllocationCount(self._granularity, _BY_SIZE) as count:
             result = body(*args)
         workspace = count.peak - count.held
         del result

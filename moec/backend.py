@@ -4,8 +4,8 @@
 2. The passes of `moec.compile` run on it, before autograd, so that gradients come from the rules of the dialect's ops.
 3. AOTAutograd differentiates; forward and backward keep every value that backward needs, and run as FX graphs.
 
-Options, as in `torch.compile(model, backend="moec", options={...})`: `disable`, `check` and `loss` mean what they mean
-in a plan (compiler/plan.py); `log` is a `BackendLog` to write to.
+Options, as in `torch.compile(model, backend="moec", options={...})`: `disable`, `enable`, `check` and `loss` mean what
+they mean in a plan (compiler/plan.py); `log` is a `BackendLog` to write to.
 """
 
 from __future__ import annotations
@@ -193,5 +193,5 @@ def _frame_text(frame: traceback.FrameSummary) -> str:
 
 _process_log = BackendLog()
 _latest = [_process_log]
-_PLAN_OPTIONS = {"check", "disable", "loss"}
+_PLAN_OPTIONS = {"check", "disable", "enable", "loss"}
 _VIEWS = {aten.view.default, aten._unsafe_view.default}

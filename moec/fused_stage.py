@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from moec.compiler.capture import Capture
 from moec.compiler.document_inputs import document_inputs
@@ -36,13 +36,21 @@ def run_passes(captured: Capture, plan: Plan, log: PassLog, after_pass: AfterPas
 
 
 def selected_passes(plan: Plan) -> list[Pass]:
-    """Passes that the plan wants and does not disable; a name in plan.disable that is no pass raises PlanError."""
-    known = [step.name for step in SEMANTIC_PASSES]
-    unknown = [name for name in plan.disable if name not in known]
+    """Passes that the plan wants and does not disable; a name in its lists that is no such pass raises PlanError."""
+    _check_names("disable", plan.disable, [step.name for step in SEMANTIC_PASSES], "is no pass")
+    _check_names("enable", plan.enable, DEVICE_PASSES, "is no pass for one kind of device")
+    return [step for step in SEMANTIC_PASSES if step.wanted(plan) and step.name not in plan.disable]
+
+
+DEVICE_PASSES = tuple(step.name for step in SEMANTIC_PASSES if step.device)
+"""Names of the passes that are for one kind of device."""
+
+
+def _check_names(field: str, names: Sequence[str], known: Sequence[str], what: str) -> None:
+    unknown = [name for name in names if name not in known]
     if unknown:
         raise PlanError(
-            f"plan.disable names {', '.join(unknown)}, which is no pass",
-            where="plan.disable",
+            f"plan.{field} names {', '.join(unknown)}, which {what}",
+            where=f"plan.{field}",
             hint=f"passes: {', '.join(known)}",
         )
-    return [step for step in SEMANTIC_PASSES if step.wanted(plan) and step.name not in plan.disable]

@@ -16,7 +16,7 @@ import copy
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ from moec.compiler.regions import patched_forwards, weight_slots
 from moec.compiler.template import Template
 from moec.compiler.view import TrainingView
 from moec.distance import largest_by_role, relative_error, role
-from moec.fused_stage import run_passes
+from moec.fused_stage import DEVICE_PASSES, run_passes
 from moec.models.adapters import training_view
 from moec.preflight import example_inputs
 
@@ -76,10 +76,11 @@ class PassCheck:
 def check_passes(
     model: nn.Module, plan: Plan, microbatch: Mapping[str, Tensor], progress: Progress = silent
 ) -> list[PassCheck]:
-    """Run all passes of a plan and check each, in the order in which they ran.
+    """Run all passes of a plan and check each, in the order in which they ran; those for other devices run too.
 
     microbatch: what the training view takes, [B, T]. The model's buffers change as in any training forward.
     """
+    plan = replace(plan, enable=DEVICE_PASSES)
     view = training_view(model, plan)
     captured = capture(view, plan, example_inputs(model, plan))
     values = _record_values(view, captured, microbatch)

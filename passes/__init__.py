@@ -11,6 +11,7 @@ from moec.compiler.placement import PlacementPass
 from moec.passes.chunk_loss import ChunkLoss
 from moec.passes.fuse_attention_gate import FuseAttentionGate
 from moec.passes.fuse_dsa import FuseDsa
+from moec.passes.fuse_experts import FuseExperts
 from moec.passes.fuse_kda import FuseKda
 from moec.passes.normalize import Normalize
 from moec.passes.place_cache import PlaceCache
@@ -39,6 +40,7 @@ SEMANTIC_PASSES: tuple[Pass, ...] = (
     FuseAttentionGate(),
     FuseKda(),
     ShardExperts(),
+    FuseExperts(),
 )
 
 SHARDING_PASSES: tuple[PlacementPass, ...] = (ShardParameters(), PrefetchGathers())

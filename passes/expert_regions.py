@@ -55,7 +55,7 @@ class Stack:
 
 def find_region(permute: fx.Node, inputs: Mapping[fx.Node, InputValue]) -> Region:
     """The region that starts at a `permute`; raises Refused. inputs: the unit's placeholders."""
-    rows, order, offsets = (_result(permute, index) for index in range(3))
+    rows, order, offsets = (result_of(permute, index) for index in range(3))
     if rows is None or order is None or offsets is None:
         raise Refused("its rows, their order or their offsets are not used")
     body: dict[fx.Node, None] = {}
@@ -126,7 +126,8 @@ def _expression(size: Any) -> Any:
     return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
-def _result(node: fx.Node, index: int) -> fx.Node | None:
+def result_of(node: fx.Node, index: int) -> fx.Node | None:
+    """The node that is one result of an op with several, None where nothing takes it."""
     found = [user for user in node.users if user.target is operator.getitem and user.args[1] == index]
     return found[0] if len(found) == 1 else None
 

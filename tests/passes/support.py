@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from moec.compiler.grad_modes import inline_grad_modes
 from moec.compiler.graph import InputValue, OutputValue, Signature, Unit, op_histogram
 from moec.compiler.pass_manager import Pass, PassContext, Report
+from moec.compiler.plan import Plan
 from moec.passes import SEMANTIC_PASSES
 from moec.passes.normalize import Normalize
 
@@ -76,13 +77,13 @@ def _distance(result: Tensor) -> Tensor:
     return (result.double() - fixed).square().sum()
 
 
-def apply(passes: Sequence[Pass], unit: Unit, *, documents: bool = True) -> list[Report]:
+def apply(passes: Sequence[Pass], unit: Unit, *, documents: bool = True, plan: Plan | None = None) -> list[Report]:
     """Run passes over one unit as the pipeline does; returns their reports.
 
     documents: whether inputs [B, T] of whole numbers are document ids, as in a capture.
     """
     reports = []
-    context = PassContext(documents={unit.name: _tables(unit) if documents else ()})
+    context = PassContext(plan=plan, documents={unit.name: _tables(unit) if documents else ()})
     for step in passes:
         reports.append(step.run(unit, context))
         unit.graph.eliminate_dead_code()
@@ -97,7 +98,13 @@ def _tables(unit: Unit) -> list[str]:
 
 
 def check(
-    step: Pass, module: nn.Module, *args: Any, before: Sequence[Pass] = (), bound: float = 1e-6, exact: bool = False
+    step: Pass,
+    module: nn.Module,
+    *args: Any,
+    before: Sequence[Pass] = (),
+    bound: float = 1e-6,
+    exact: bool = False,
+    plan: Plan | None = None,
 ) -> tuple[Unit, Report]:
     """Run normalize, `before` and then `step` on the unit of `module`, and compare results and gradients.
 
@@ -106,7 +113,7 @@ def check(
     """
     unit = unit_of(module, *args)
     wanted = run_unit(unit, module, args)
-    *_, report = apply([*([] if isinstance(step, Normalize) else [Normalize()]), *before, step], unit)
+    *_, report = apply([*([] if isinstance(step, Normalize) else [Normalize()]), *before, step], unit, plan=plan)
     compare(run_unit(unit, module, args), wanted, bound=bound, exact=exact)
     return unit, report
 
