@@ -125,7 +125,7 @@ class _Reader:
         if node.target is _OPS.gated_mlp_act.default:
             for role, term in zip(("gate", "up"), arguments, strict=False):
                 if term.op == "input":
-                    self.roles[int(term.value)] = role
+                    self.roles[int(str(term.value))] = role
         term = TERMS[node.target](*arguments)
         if term is None:
             raise Refused(f"{describe(node)} has arguments that no expression knows")

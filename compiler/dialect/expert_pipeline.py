@@ -235,6 +235,7 @@ def _down_backward(
     weight: Tensor,
     offsets: Tensor,
     order: Tensor | None,
+    position: Tensor | None,
     bias: Tensor | None,
     weights: Tensor | None,
     activation: str,
@@ -250,7 +251,7 @@ def _down_backward(
         grads = _gathered(grad_y, order, weights.shape[1])
         scales = weights.flatten().index_select(0, order).to(dtype).unsqueeze(1)
     grad_pre, grad_weight, grad_bias, grad_weights = _down_backward_fake(
-        grad_y, pre, weight, offsets, order, bias, weights, activation, interleaved, transposed, needed
+        grad_y, pre, weight, offsets, order, position, bias, weights, activation, interleaved, transposed, needed
     )
     act = torch.empty(0)
     if of_pre or of_weight or of_weights:
@@ -285,6 +286,7 @@ def _down_backward_fake(
     weight: Tensor,
     offsets: Tensor,
     order: Tensor | None,
+    position: Tensor | None,
     bias: Tensor | None,
     weights: Tensor | None,
     activation: str,
@@ -383,8 +385,8 @@ define_op(
     " Tensor? weights, str activation, bool interleaved, bool transposed) -> Tensor y",
     _down,
     _down_fake,
-    backward_schema="(Tensor grad_y, Tensor pre, Tensor weight, Tensor offsets, Tensor? order, Tensor? bias,"
-    " Tensor? weights, str activation, bool interleaved, bool transposed, bool[]? needed=None)"
+    backward_schema="(Tensor grad_y, Tensor pre, Tensor weight, Tensor offsets, Tensor? order, Tensor? position,"
+    " Tensor? bias, Tensor? weights, str activation, bool interleaved, bool transposed, bool[]? needed=None)"
     " -> (Tensor grad_pre, Tensor grad_weight, Tensor grad_bias, Tensor grad_weights)",
     for_backward=["pre"],
     backward=_down_backward,

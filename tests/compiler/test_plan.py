@@ -26,6 +26,7 @@ FULL = Plan(
     optimizer=OptimizerPlan(lr=1e-3, betas=(0.8, 0.99), schedule="constant", warmup_steps=7, total_steps=90),
     mesh=MeshPlan(fsdp=4, ep=2, gather="keep", prefetch=2, reduce_dtype="bfloat16", capacity=1.5, overflow="drop"),
     disable=("recognize_norm",),
+    enable=("fuse_experts",),
     check=True,
 )
 
