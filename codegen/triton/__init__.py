@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from moec.codegen.triton import experts, kda, loss, route
+from moec.codegen.triton import expert_ops, experts, kda, loss, route
 
-__all__ = ["experts", "kda", "loss", "route"]
+__all__ = ["expert_ops", "experts", "kda", "loss", "route"]
