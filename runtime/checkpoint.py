@@ -179,9 +179,24 @@ def _start(folder: Path) -> None:
     durable.remove_partials(folder)
 
 
+class _Writer(dcp.FileSystemWriter):
+    """Says what the system refused; torch's archives hide a write that failed behind an offset that is not theirs."""
+
+    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Any:
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            refusal: BaseException | None = error
+            while refusal is not None and not isinstance(refusal, OSError):
+                refusal = refusal.__cause__ or refusal.__context__
+            if refusal is None:
+                raise
+            raise refusal from error
+
+
 def _write_tensors(partial: Path, state: StepState, team: Team) -> None:
     with quietly():
-        writer = dcp.FileSystemWriter(partial, sync_files=True)
+        writer = _Writer(partial, sync_files=True)
         dcp.save(state.tensors(), storage_writer=writer, no_dist=team.world == 1)
 
 

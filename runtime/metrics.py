@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from moec.compiler.errors import MoecError
+from moec.compiler.errors import CheckpointError, MoecError
 
 METRICS = "metrics.jsonl"
 
@@ -30,17 +31,26 @@ class JsonLines:
 
     def __init__(self, out: Path, after_step: int) -> None:
         """Open the file for appending and drop every line of a later step than `after_step`."""
-        path = out / METRICS
-        _cut(path, after_step)
-        self._stream = path.open("a", encoding="utf-8")
+        self._path = out / METRICS
+        _cut(self._path, after_step)
+        self._stream = self._path.open("a", encoding="utf-8")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         numbers = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        self._stream.write(json.dumps({"step": step, **numbers}) + "\n")
-        self._stream.flush()
+        try:
+            self._stream.write(json.dumps({"step": step, **numbers}) + "\n")
+            self._stream.flush()
+        except OSError as error:
+            raise CheckpointError(
+                f"the metrics of step {step} could not be written",
+                where=str(self._path),
+                why=error.strerror or str(error),
+                hint="free space and resume the run; its last checkpoint is whole",
+            ) from error
 
     def close(self) -> None:
-        self._stream.close()
+        with suppress(OSError):  # a line that could not be written is tried again
+            self._stream.close()
 
 
 class TensorBoard:

@@ -6,29 +6,24 @@ SECONDS with an error that says what, none of them hangs, and what the run's fol
 
 from __future__ import annotations
 
-import random
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from safetensors.torch import load_file, save_file
 
-from moec.compiler.plan import MeshPlan, OptimizerPlan, Plan
+from moec.compiler.plan import MeshPlan
 from moec.models.build import build
-from moec.models.k3.config import K3Config
-from moec.running import RunOptions, TextOptions
 from moec.runtime import StepState, differences, export_weights, groups
-from moec.runtime.groups import connect
 from moec.runtime.loop import CHECKPOINTS
 from moec.runtime.tensor_file import Entry
 from moec.settings import earlier_plan
-from moec.training import train_model
+from tests.moec.ranked_run import MESH, PLAN, Run, contents, train, write_text
 from tests.moec.small_models import SMALL_K3
 from tests.runtime.outcomes import Outcome, run_ranks, values
 
@@ -39,51 +34,13 @@ SECONDS = 60.0
 SECONDS_TO_REFUSE = 20.0
 """How long an error may take that ranks find before anything runs; less than the silence after which one is dead."""
 HEAD = "lm_head.weight"
-MESH = MeshPlan(fsdp=2, ep=2)
-PLAN = Plan(batch=1, length=16, packing=True, mesh=MESH, optimizer=OptimizerPlan(lr=1e-2, schedule="constant"))
-
-
-@dataclass(frozen=True)
-class Run:
-    """What every rank is given; `wrong` changes it, and may change the process, of the ranks in `where`."""
-
-    plan: Plan = PLAN
-    config: K3Config = SMALL_K3
-    steps: int = 2
-    resume: bool = False
-    weights: str = ""
-    seed: int = 0
-    wrong: Callable[[Run], Run] | None = None
-    where: tuple[int, ...] = (1,)
-    build_seconds: float = 60.0
-
-
-def train(rank: int, folder: Path, given: Run) -> list[float]:
-    """What one rank does: the work of `moec train`."""
-    if given.wrong is not None and rank in given.where:
-        given = given.wrong(given)
-    ranks = connect(given.plan.mesh, torch.device("cpu"), build_seconds=given.build_seconds)
-    torch.manual_seed(given.seed)
-    _, summary = train_model(
-        build(given.config).train(),
-        given.plan,
-        TextOptions([folder / "text"]),
-        RunOptions(given.steps, folder / "out", given.resume),
-        Console(quiet=True),
-        ranks=ranks,
-        weights=folder / given.weights if given.weights else None,
-    )
-    return list(summary.losses)
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with text, weights in a file, and a run of two steps."""
     folder = tmp_path_factory.mktemp("trained")
-    drawn = random.Random(0)
-    (folder / "text").mkdir()
-    words = ["".join(drawn.choices("abcdefgh", k=drawn.randint(2, 7))) for _ in range(400)]
-    (folder / "text" / "a.txt").write_text(" ".join(words))
+    write_text(folder)
     torch.manual_seed(3)
     export_weights(StepState.from_module(build(SMALL_K3)), folder / "w.safetensors")
     values(run_ranks(MESH.world, train, folder, Run(), seconds=SECONDS))
@@ -108,10 +65,6 @@ def fails(folder: Path, given: Run, expected: str) -> list[Outcome]:
     assert {name: after.get(name) for name in before} == before
     assert not any(name.startswith(f"out/{CHECKPOINTS}") for name in after.keys() - before.keys())
     return outcomes
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 def test_nothing_wrong_is_no_error(folder: Path) -> None:
