@@ -14,11 +14,10 @@ from typing import Any
 from rich.table import Table
 
 from moec.compiler.layout import BucketInstance, BucketLayout
+from moec.compiler.memory_table import size_text
 from moec.compiler.plan import Plan
 from moec.compiler.wire import Collective
 from moec.rank_files import read_buckets, read_collectives
-
-_MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -58,19 +57,20 @@ def rank_report(folder: Path, plan: Plan) -> Iterator[Any]:
         return
     collectives = read_collectives(folder)
     mesh = plan.mesh
-    table = Table(title=f"each of {mesh.world} ranks (ep {mesh.ep})", title_justify="left", pad_edge=False)
+    title = f"each of {mesh.world} ranks (ep {mesh.ep})"
+    table = Table(title=title, title_justify="left", pad_edge=False, min_width=len(title))
     table.add_column("what")
-    table.add_column("MiB", justify="right")
+    table.add_column("bytes", justify="right")
     found = rank_bytes(buckets, collectives, plan)
     for name, value in [*vars(found).items(), ("total", found.total)]:
-        table.add_row(name, f"{value / _MIB:,.1f}")
+        table.add_row(name, size_text(value))
     yield table
     yield _collective_table(collectives, plan)
 
 
 def _collective_table(collectives: Sequence[Collective], plan: Plan) -> Table:
     table = Table(title="collectives of one step", title_justify="left", pad_edge=False)
-    for name in ("collective", "group", "calls", "MiB of one rank's parts", "MiB received"):
+    for name in ("collective", "group", "calls", "one rank's parts", "received"):
         table.add_column(name, justify="left" if name in ("collective", "group") else "right")
     groups: dict[tuple[str, str], list[Collective]] = {}
     for one in collectives:
@@ -79,7 +79,7 @@ def _collective_table(collectives: Sequence[Collective], plan: Plan) -> Table:
     for (kind, role), members in groups.items():
         given = times * sum(one.numel * one.itemsize for one in members)
         wire = times * sum(one.wire_bytes(plan.mesh) for one in members)
-        table.add_row(kind, role, f"{times * len(members):,}", f"{given / _MIB:,.1f}", f"{wire / _MIB:,.1f}")
+        table.add_row(kind, role, f"{times * len(members):,}", size_text(given), size_text(round(wire)))
     return table
 
 
