@@ -199,7 +199,7 @@ def test_the_models_of_the_commands_page_are_targets(tmp_path: Path) -> None:
         exec("\n".join(config.lines), {})
     commands = [line.removeprefix("$ ") for block in _blocks(page) for line in block.lines if line.startswith("$ ")]
     chosen = [line for line in commands if "my_model:make" in line or "tiny-mixtral" in line]
-    assert len(chosen) == 4
+    assert len(chosen) == 5
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "text.md").write_text("some words " * 400)
     for command in chosen:
