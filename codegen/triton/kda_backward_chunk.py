@@ -8,44 +8,43 @@ import triton
 import triton.language as tl
 
 from moec.codegen.triton.kda_tiles import (
-    END,
-    LEVEL,
-    MIDDLE,
-    START,
     activated,
-    cut_steps,
-    document_rows,
     exp2,
+    from_middle,
     gate_logits,
     level_pairs,
-    load_paths,
     log_decay,
-    middle_pairs,
     mixed_rows,
-    path_steps,
-    path_sums,
+    once,
+    segments,
+    shared,
     sigmoid,
     store_unit_rows,
     through_activation,
+    to_border,
     unit_rows,
 )
 
 
-@triton.jit(do_not_specialize=["length", "chunks", "width", "value_width", "rows_of"])
+@triton.jit(do_not_specialize=["length", "chunks", "width", "value_width", "rows_of", "levels"])
 def kda_backward_chunk(
-    q, k, v, gate, beta, A_log, dt_bias, conv_q, conv_k, conv_v, documents, paths,
-    inverse, pairs, states, updates, grad_o, grad_updates, grad_states,
+    q, k, v, gate, beta, A_log, dt_bias, conv_q, conv_k, conv_v, documents,
+    inverse, pairs, sums, states, updates, grad_o, grad_updates, grad_states,
     grad_q, grad_k, grad_v, grad_gate, grad_beta, partials,
-    length, chunks, width, value_width, rows_of, lower_bound, l2_eps, scale, columns,
+    length, chunks, width, value_width, rows_of, levels, lower_bound, l2_eps, scale, columns,
     HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
-    C: tl.constexpr, ROWS: tl.constexpr, LEVELS: tl.constexpr, DIAGONAL: tl.constexpr, WIDTH: tl.constexpr,
-    PACKED: tl.constexpr, SCALAR: tl.constexpr, BOUNDED: tl.constexpr, DTYPE: tl.constexpr,
+    C: tl.constexpr, ROWS: tl.constexpr, DIAGONAL: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr,
+    SCALAR: tl.constexpr, BOUNDED: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """One program per (chunk, batch row and value head).
 
     With R = A^T dU, the right-hand side of the solve gets beta R and the system -strict_lower(R U^T): U are the
     updates, so the factors of the forward are not needed again. inverse, pairs and grad_updates are overwritten:
     what is used by every slice of channels waits there rather than in registers.
+
+    A decay 2^(G_r - G_i) gives what it is worth to G_r and takes it from G_i, so the gradient of G is elementwise: row
+    factors times their gradients, less those of the columns. Both use the rounded factors that the products used, so
+    that what cancels in the sums over rows, which give the gradient of the log decays, cancels to the last bits.
 
     grad_q, grad_k [B, T, HV, K] and grad_v [B, T, HV, V] are those of the convolutions' results before SiLU, by value
     head; grad_gate and grad_beta have the shape of their inputs. partials [B * chunks, columns], float32, gets the
@@ -65,12 +64,17 @@ def kda_backward_chunk(
     row, column = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     by_v = tile * C * V + row * V + of_v[None, :]
     share = partials + (batch * chunks + chunk) * columns
+    sums += tile * C * K
+    segment, starts = segments(documents, rows, length, PACKED)
+    together = segment[:, None] == segment[None, :]
+    enters = (segment == 0)[:, None]
+    last = tl.max(segment, 0)
+    leaves = (segment == last)[:, None]
 
     strength = tl.load(beta + (start + rows) * VALUE_HEADS + value_head, mask=valid, other=0.0).to(tl.float32)
     strength = tl.where(valid, sigmoid(strength), 0.0)
 
     # q and k, normalised: through memory, so that slices of BK channels keep the rest in registers.
-    document, starts = document_rows(documents, rows, length, PACKED)
     rate = tl.exp(tl.load(A_log + value_head).to(tl.float32))
     q += start * HEADS * K + head * K
     k += start * HEADS * K + head * K
@@ -82,7 +86,6 @@ def kda_backward_chunk(
                     1.0, K, C, ROWS, WIDTH, PACKED, True)  # fmt: skip
     store_unit_rows(q, conv_q, documents, grad_q + into, VALUE_HEADS * K, chunk, length, rows_of, HEADS * K, l2_eps,
                     scale, K, C, ROWS, WIDTH, PACKED, True)  # fmt: skip
-    tl.debug_barrier()
 
     # The solve, and v.
     v += start * VALUE_HEADS * V + value_head * V
@@ -92,112 +95,88 @@ def kda_backward_chunk(
     grad_keys = tl.zeros((C, C), tl.float32)
     grad_queries = tl.zeros((C, C), tl.float32)
     square = tile * C * C + row * C + column
-    solve = tl.trans(tl.load(inverse + square))
     for part in tl.range(0, value_width, BK, num_stages=1):
         of_part = part + tl.arange(0, BK)
         by_part = tile * C * V + row * V + of_part[None, :]
-        right = tl.dot(solve, tl.load(grad_updates + by_part), input_precision="ieee") * strength[:, None]
+        right = tl.dot(tl.trans(tl.load(inverse + square)), tl.load(grad_updates + by_part), input_precision="ieee")
+        right *= strength[:, None]
+        tl.debug_barrier()
+        tl.store(grad_updates + by_part, right.to(DTYPE))
         mixed = mixed_rows(v, conv_v, documents, rows, length, VALUE_HEADS * V, of_part, WIDTH, PACKED)
         strength_grad += tl.sum(right * activated(mixed, WIDTH), 1)
         place = (start + rows)[:, None] * (VALUE_HEADS * V) + value_head * V + of_part[None, :]
         tl.store(grad_v + place, through_activation(right, mixed, WIDTH).to(grad_v.dtype.element_ty), mask=inside)
-        narrow = right.to(DTYPE)
-        across = tl.trans(tl.load(updates + by_part))
-        grad_keys = tl.dot(narrow, across, grad_keys, input_precision="ieee")
-        grad_queries = tl.dot(tl.load(grad_o + by_part), across, grad_queries, input_precision="ieee")
-        tl.debug_barrier()
-        tl.store(grad_updates + by_part, narrow)
-    own = tl.sum(tl.where(row == column, grad_queries, 0.0), 1)[:, None]
     tl.debug_barrier()
-    tl.store(inverse + square, (-grad_keys).to(DTYPE))
-    tl.store(pairs + square, grad_queries.to(DTYPE))
+    for part in tl.range(0, value_width, BK, num_stages=1):
+        by_part = tile * C * V + row * V + part + tl.arange(0, BK)[None, :]
+        across = tl.trans(tl.load(updates + by_part))
+        grad_keys = tl.dot(tl.load(grad_updates + by_part), across, grad_keys, input_precision="ieee")
+        grad_queries = tl.dot(tl.load(grad_o + by_part), across, grad_queries, input_precision="ieee")
+    tl.store(inverse + square, tl.where(together & (column < row), -grad_keys, 0.0).to(DTYPE))
+    tl.store(pairs + square, tl.where(together & (column < row), grad_queries, 0.0).to(DTYPE))
+    own = tl.sum(tl.where(row == column, grad_queries, 0.0), 1)[:, None]
     tl.debug_barrier()
     rate_grad = tl.zeros((C,), tl.float32)
     scalar_grad = tl.zeros((C,), tl.float32)
     for part in tl.range(0, width, BK, num_stages=1):
         of_part = part + tl.arange(0, BK)
+        by_part = row * K + of_part[None, :]
         k_row = tl.load(grad_k + by_k + of_part[None, :], mask=inside, other=0.0).to(tl.float32)
         q_row = tl.load(grad_q + by_k + of_part[None, :], mask=inside, other=0.0).to(tl.float32)
-        logits = gate_logits(gate, dt_bias, start, value_head, rows, length, of_part, VALUE_HEADS, K, SCALAR)
-        steps = path_steps(logits, rate, lower_bound, rows, length, C, BK, BOUNDED, DTYPE)
-        # A row's pair with itself has no decay.
-        dq = own * k_row
-        dk = own * q_row
-        dg = tl.zeros((C, BK), tl.float32)
+        decay = tl.load(sums + by_part)
+        dq = tl.zeros((C, BK), tl.float32)
+        dk = tl.zeros((C, BK), tl.float32)
+        along = tl.zeros((C, BK), tl.float32)
+        kept = tl.zeros((C, BK), tl.float32)
+        for level in tl.range(0, levels, num_stages=1):
+            half = C >> (level + 1)
+            factor = once(to_border(decay, sums, of_part, half, C, K))
+            meet = level_pairs(row, column, half)
+            dq, dk, along, kept = _through_pairs(
+                inverse, pairs, square, meet, k_row, q_row, factor, factor, dq, dk, along, kept, DTYPE
+            )
         if DIAGONAL > 1:
-            exponent = path_sums(load_paths(paths, MIDDLE, C), steps)
-            factor = exp2(exponent)
-            meet = middle_pairs(row, column, document[:, None], document[None, :], DIAGONAL, PACKED) & (column < row)
-            keys = tl.where(meet, tl.load(inverse + square), 0.0).to(DTYPE)
-            queries = tl.where(meet, tl.load(pairs + square), 0.0).to(DTYPE)
-            narrow = (k_row * exp2(-exponent)).to(DTYPE)
-            through = tl.dot(queries, narrow, input_precision="ieee") * factor
-            dq += through
-            dexponent = through * q_row
-            through = tl.dot(keys, narrow, input_precision="ieee") * factor
-            dk += through
-            through *= k_row
-            strength_grad += tl.sum(through, 1)
-            dexponent += through
-            through = tl.dot(tl.trans(keys), (k_row * factor).to(DTYPE), input_precision="ieee")
-            through = tl.dot(tl.trans(queries), (q_row * factor).to(DTYPE), through, input_precision="ieee")
-            through *= exp2(-exponent)
-            dk += through
-            dexponent -= through * k_row
-            back = tl.trans(load_paths(paths, MIDDLE, C))
-            dg = tl.dot(back, dexponent.to(DTYPE), dg, input_precision="ieee")
-        steps = cut_steps(steps, starts, DTYPE, PACKED)
-        for level in tl.static_range(LEVELS):
-            HALF = C >> (level + 1)
-            if HALF >= DIAGONAL:
-                factor = exp2(path_sums(load_paths(paths, LEVEL + level, C), steps))
-                meet = level_pairs(row, column, HALF)
-                keys = tl.where(meet, tl.load(inverse + square), 0.0).to(DTYPE)
-                queries = tl.where(meet, tl.load(pairs + square), 0.0).to(DTYPE)
-                # A row meets others of its level either as a row or as a column, so one sum holds both.
-                keys += tl.trans(keys)
-                narrow = (k_row * factor).to(DTYPE)
-                through = tl.dot(queries, narrow, input_precision="ieee") * factor
-                dq += through
-                dexponent = through * q_row
-                through = tl.dot(keys, narrow, input_precision="ieee")
-                as_row = tl.arange(0, C) % (2 * HALF) >= HALF
-                strength_grad += tl.where(as_row, tl.sum(through * factor * k_row, 1), 0.0)
-                narrow = (q_row * factor).to(DTYPE)
-                through = tl.dot(tl.trans(queries), narrow, through, input_precision="ieee") * factor
-                dk += through
-                dexponent += through * k_row
-                back = tl.trans(load_paths(paths, LEVEL + level, C))
-                dg = tl.dot(back, dexponent.to(DTYPE), dg, input_precision="ieee")
+            exponent = from_middle(decay, sums, of_part, DIAGONAL, C, K)
+            meet = row // DIAGONAL == column // DIAGONAL
+            dq, dk, along, kept = _through_pairs(
+                inverse, pairs, square, meet, k_row, q_row, once(exp2(exponent)), once(exp2(-exponent)), dq, dk, along, kept, DTYPE
+            )
 
         # The entering state, read by q and k, decayed from the chunk's start.
-        factor = exp2(path_sums(load_paths(paths, START, C), steps))
+        end = tl.load(sums + (C - 1) * K + of_part)
+        factor = once(tl.where(enters, exp2(decay), 0.0))
         by_state = tile * K * V + of_part[:, None] * V + of_v[None, :]
         state = tl.load(states + by_state)
         leaving = tl.load(grad_states + by_state)
-        total = exp2(tl.sum(steps.to(tl.float32), 0))
-        dg += (total * tl.sum(state.to(tl.float32) * leaving.to(tl.float32), 1))[None, :]
+        total = tl.where(last == 0, exp2(end), 0.0)
+        total *= tl.sum(state.to(tl.float32) * leaving.to(tl.float32), 1)
         state = tl.trans(state)
         through = tl.dot(tl.load(grad_o + by_v), state, input_precision="ieee") * factor
         dq += through
-        dexponent = through * q_row
+        along += through * q_row
         through = tl.dot(tl.load(grad_updates + by_v), state, input_precision="ieee") * -factor
         dk += through
         through *= k_row
-        strength_grad += tl.sum(through, 1)
-        dexponent += through
-        dg = tl.dot(tl.trans(load_paths(paths, START, C)), dexponent.to(DTYPE), dg, input_precision="ieee")
+        kept += through
+        strength_grad += tl.sum(kept, 1)
+        along += kept
 
         # The leaving state, written by k, decayed to the chunk's end.
-        factor = exp2(path_sums(load_paths(paths, END, C), steps))
+        factor = once(tl.where(leaves, exp2(end[None, :] - decay), 0.0))
         through = tl.dot(tl.load(updates + by_v), tl.trans(leaving), input_precision="ieee") * factor
         dk += through
-        dg = tl.dot(tl.trans(load_paths(paths, END, C)), (through * k_row).to(DTYPE), dg, input_precision="ieee")
-        if PACKED:
-            dg = tl.where(starts[:, None], 0.0, dg)
+        through *= k_row
+        along -= through
+        total += tl.sum(through, 0)
+        # A row's pair with itself has no decay.
+        dq += own * k_row
+        dk += own * q_row
         tl.debug_barrier()
         tl.store(grad_k + by_k + of_part[None, :], dk.to(DTYPE), mask=inside)
         tl.store(grad_q + by_k + of_part[None, :], dq.to(DTYPE), mask=inside)
+        dg = tl.cumsum(along, 0, reverse=True) + total[None, :]
+        if PACKED:
+            dg = tl.where(starts[:, None], 0.0, dg)
         if SCALAR:
             scalar_grad += tl.sum(dg, 1)
         else:
@@ -224,6 +203,36 @@ def kda_backward_chunk(
                   VALUE_HEADS * K, K, C, ROWS, WIDTH, PACKED)  # fmt: skip
     _through_norm(grad_q + into, q, conv_q, documents, chunk, length, rows_of, HEADS * K, l2_eps, scale,
                   VALUE_HEADS * K, K, C, ROWS, WIDTH, PACKED)  # fmt: skip
+
+
+@triton.jit
+def _through_pairs(grad_keys, grad_queries, square, meet, k_row, q_row, down, up, dq, dk, along, kept,
+                   DTYPE: tl.constexpr):  # fmt: skip
+    """Add what the pairs in `meet` give to the gradients dq and dk [C, BK].
+
+    down and up: the decays from the meeting point to a row and from a column to it. along: to the gradient of G, apart
+    from what rows of the key pairs get, which is added to `kept`, whose sum over channels is beta's share.
+    """
+    keys = shared(tl.where(meet, tl.load(grad_keys + square), 0.0).to(DTYPE))
+    queries = shared(tl.where(meet, tl.load(grad_queries + square), 0.0).to(DTYPE))
+    right = (k_row * up).to(DTYPE)
+    left = (q_row * down).to(DTYPE)
+    key_left = (k_row * down).to(DTYPE)
+    through = tl.dot(queries, right, input_precision="ieee")
+    dq += through * down
+    along += through * left.to(tl.float32)
+    through = tl.dot(keys, right, input_precision="ieee")
+    dk += through * down
+    kept += through * key_left.to(tl.float32)
+    # Two products, each added for itself: an accumulated one would be laid out by whole rows, twice over.
+    right = right.to(tl.float32)
+    through = tl.dot(tl.trans(queries), left, input_precision="ieee")
+    dk += through * up
+    along -= through * right
+    through = tl.dot(tl.trans(keys), key_left, input_precision="ieee")
+    dk += through * up
+    along -= through * right
+    return dq, dk, along, kept
 
 
 @triton.jit

@@ -8,43 +8,41 @@ import triton
 import triton.language as tl
 
 from moec.codegen.triton.kda_tiles import (
-    END,
-    LEVEL,
-    MIDDLE,
-    START,
     activated,
-    cut_steps,
-    document_rows,
     exp2,
+    from_middle,
     gate_logits,
     level_pairs,
-    load_paths,
-    middle_pairs,
+    log_steps,
     mixed_rows,
-    path_steps,
-    path_sums,
+    segments,
+    shared,
     sigmoid,
     store_unit_rows,
+    to_border,
     unit_lower_inverse,
 )
 
 
-@triton.jit(do_not_specialize=["length", "chunks", "width", "value_width", "rows_of"])
+@triton.jit(do_not_specialize=["length", "chunks", "width", "value_width", "rows_of", "levels", "solve_levels"])
 def kda_forward_chunk(
-    q, k, v, gate, beta, A_log, dt_bias, conv_q, conv_k, conv_v, documents, paths,
-    keys_in, values_in, keys_out, queries_in, pairs, inverse, totals,
-    length, chunks, width, value_width, rows_of, lower_bound, l2_eps, scale,
+    q, k, v, gate, beta, A_log, dt_bias, conv_q, conv_k, conv_v, documents,
+    keys_in, values_in, keys_out, queries_in, pairs, inverse, sums, totals,
+    length, chunks, width, value_width, rows_of, levels, solve_levels, lower_bound, l2_eps, scale,
     HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
-    C: tl.constexpr, ROWS: tl.constexpr, LEVELS: tl.constexpr, DIAGONAL: tl.constexpr, WIDTH: tl.constexpr,
-    PACKED: tl.constexpr, SCALAR: tl.constexpr, BOUNDED: tl.constexpr, STORE_INVERSE: tl.constexpr,
-    PRECISION: tl.constexpr, DTYPE: tl.constexpr,
+    C: tl.constexpr, ROWS: tl.constexpr, DIAGONAL: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr,
+    SCALAR: tl.constexpr, BOUNDED: tl.constexpr, STORE_INVERSE: tl.constexpr, PRECISION: tl.constexpr,
+    DTYPE: tl.constexpr,
 ):  # fmt: skip
     """One program per (chunk, batch row and value head); writes, per chunk, in DTYPE unless said otherwise:
 
     keys_in [C, K] = A beta k exp(G) and values_in [C, V] = A beta v, with A = (I + beta M)^-1 and M the decayed
     key-key sums below the diagonal; keys_out [C, K] = k exp(G_end - G); queries_in [C, K] = scale q exp(G);
-    pairs [C, C], the decayed query-key sums; inverse [C, C] = A if STORE_INVERSE; totals [K] = exp(G_end), float32.
-    LEVELS = log2(C).
+    pairs [C, C], the decayed query-key sums; inverse [C, C] = A if STORE_INVERSE; sums [C, K] = G, base 2, float32;
+    totals [K] = exp(G_end), or 0 where a document ends inside the chunk, float32.
+
+    Pairs meet at `levels` levels of halves, and within blocks of DIAGONAL rows at their middle; solve_levels = log2(C).
+    Counts of loops are arguments, so that a loop stays one: straight-line code would not fit the instruction cache.
     """
     chunk = tl.program_id(0)
     lane = tl.program_id(1).to(tl.int64)
@@ -56,66 +54,79 @@ def kda_forward_chunk(
     documents += start
     tile = lane * chunks + chunk
     row, column = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    document, starts = document_rows(documents, rows, length, PACKED)
+    segment, _ = segments(documents, rows, length, PACKED)
+    together = segment[:, None] == segment[None, :]
+    last = tl.max(segment, 0)
+    keys_in += tile * C * K
+    queries_in += tile * C * K
+    keys_out += tile * C * K
+    sums += tile * C * K
 
-    # Normalised rows go through memory, which stays in the cache: slices of BK channels keep the rest in registers.
+    # Normalised rows and sums of log decays go through memory, which stays in the cache: slices of BK channels keep the
+    # rest in registers, and rows of sums are there for whoever needs them.
     offset = start * HEADS * K + head * K
-    store_unit_rows(k + offset, conv_k + head * K * WIDTH, documents, keys_in + tile * C * K, K, chunk, length, rows_of,
+    store_unit_rows(k + offset, conv_k + head * K * WIDTH, documents, keys_in, K, chunk, length, rows_of,
                     HEADS * K, l2_eps, 1.0, K, C, ROWS, WIDTH, PACKED, False)  # fmt: skip
-    store_unit_rows(q + offset, conv_q + head * K * WIDTH, documents, queries_in + tile * C * K, K, chunk, length,
+    store_unit_rows(q + offset, conv_q + head * K * WIDTH, documents, queries_in, K, chunk, length,
                     rows_of, HEADS * K, l2_eps, scale, K, C, ROWS, WIDTH, PACKED, False)  # fmt: skip
-    tl.debug_barrier()
-
     rate = tl.exp(tl.load(A_log + value_head).to(tl.float32))
-    key_pairs = tl.zeros((C, C), tl.float32)
-    query_pairs = tl.zeros((C, C), tl.float32)
     for part in tl.range(0, width, BK, num_stages=1):
         of_part = part + tl.arange(0, BK)
-        by_part = tile * C * K + row * K + of_part[None, :]
+        logits = gate_logits(gate, dt_bias, start, value_head, rows, length, of_part, VALUE_HEADS, K, SCALAR)
+        steps = log_steps(logits, rate, lower_bound, rows, length, C, BK, BOUNDED)
+        tl.store(sums + row * K + of_part[None, :], tl.cumsum(steps, 0))
+    tl.debug_barrier()
+
+    key_pairs = tl.zeros((C, C), tl.float32)
+    query_pairs = tl.zeros((C, C), tl.float32)
+    own = tl.zeros((C,), tl.float32)
+    for part in tl.range(0, width, BK, num_stages=1):
+        of_part = part + tl.arange(0, BK)
+        by_part = row * K + of_part[None, :]
         k_row = tl.load(keys_in + by_part).to(tl.float32)
         q_row = tl.load(queries_in + by_part).to(tl.float32)
-        logits = gate_logits(gate, dt_bias, start, value_head, rows, length, of_part, VALUE_HEADS, K, SCALAR)
-        steps = path_steps(logits, rate, lower_bound, rows, length, C, BK, BOUNDED, DTYPE)
+        decay = tl.load(sums + by_part)
+        for level in tl.range(0, levels, num_stages=1):
+            half = C >> (level + 1)
+            factor = to_border(decay, sums, of_part, half, C, K)
+            left = shared((k_row * factor).to(DTYPE))
+            right = tl.trans(left)
+            meet = level_pairs(row, column, half) & together
+            key_pairs += tl.where(meet, tl.dot(left, right, input_precision="ieee"), 0.0)
+            left = shared((q_row * factor).to(DTYPE))
+            query_pairs += tl.where(meet, tl.dot(left, right, input_precision="ieee"), 0.0)
         if DIAGONAL > 1:
-            exponent = path_sums(load_paths(paths, MIDDLE, C), steps)
-            right = tl.trans((k_row * exp2(-exponent)).to(DTYPE))
-            meet = middle_pairs(row, column, document[:, None], document[None, :], DIAGONAL, PACKED)
+            exponent = from_middle(decay, sums, of_part, DIAGONAL, C, K)
             factor = exp2(exponent)
-            sums = tl.dot((k_row * factor).to(DTYPE), right, input_precision="ieee")
-            key_pairs += tl.where(meet & (column < row), sums, 0.0)
-            query_pairs += tl.where(meet, tl.dot((q_row * factor).to(DTYPE), right, input_precision="ieee"), 0.0)
+            right = tl.trans((k_row * exp2(-exponent)).to(DTYPE))
+            meet = (row // DIAGONAL == column // DIAGONAL) & together
+            pair = tl.dot(shared((k_row * factor).to(DTYPE)), right, input_precision="ieee")
+            key_pairs += tl.where(meet & (column < row), pair, 0.0)
+            pair = tl.dot(shared((q_row * factor).to(DTYPE)), right, input_precision="ieee")
+            query_pairs += tl.where(meet & (column <= row), pair, 0.0)
         else:
-            query_pairs += tl.where(row == column, tl.sum(q_row * k_row, 1)[:, None], 0.0)
-        steps = cut_steps(steps, starts, DTYPE, PACKED)
-        for level in tl.static_range(LEVELS):
-            HALF = C >> (level + 1)
-            if HALF >= DIAGONAL:
-                factor = exp2(path_sums(load_paths(paths, LEVEL + level, C), steps))
-                left = (k_row * factor).to(DTYPE)
-                right = tl.trans(left)
-                meet = level_pairs(row, column, HALF)
-                key_pairs += tl.where(meet, tl.dot(left, right, input_precision="ieee"), 0.0)
-                left = (q_row * factor).to(DTYPE)
-                query_pairs += tl.where(meet, tl.dot(left, right, input_precision="ieee"), 0.0)
-        factor = exp2(path_sums(load_paths(paths, START, C), steps))
+            own += tl.sum(q_row * k_row, 1)
+        end = tl.load(sums + (C - 1) * K + of_part)
+        tl.store(totals + tile * K + of_part, tl.where(last == 0, exp2(end), 0.0))
+        factor = tl.where((segment == last)[:, None], exp2(end[None, :] - decay), 0.0)
+        tl.store(keys_out + by_part, (k_row * factor).to(DTYPE))
+        factor = tl.where((segment == 0)[:, None], exp2(decay), 0.0)
         tl.debug_barrier()
         tl.store(queries_in + by_part, (q_row * factor).to(DTYPE))
         tl.store(keys_in + by_part, (k_row * factor).to(DTYPE))
-        factor = exp2(path_sums(load_paths(paths, END, C), steps))
-        tl.store(keys_out + by_part, (k_row * factor).to(DTYPE))
-        total = exp2(tl.sum(steps.to(tl.float32), 0))
-        tl.store(totals + tile * K + of_part, total)
+    if DIAGONAL == 1:
+        query_pairs += tl.where(row == column, own[:, None], 0.0)
     square = tile * C * C + row * C + column
     tl.store(pairs + square, query_pairs.to(DTYPE))
 
     strength = tl.load(beta + (start + rows) * VALUE_HEADS + value_head, mask=valid, other=0.0).to(tl.float32)
     strength = tl.where(valid, sigmoid(strength), 0.0)
-    solve = unit_lower_inverse(strength[:, None] * key_pairs, C, LEVELS, PRECISION).to(DTYPE)
+    solve = unit_lower_inverse(strength[:, None] * key_pairs, solve_levels, C, PRECISION).to(DTYPE)
     if STORE_INVERSE:
         tl.store(inverse + square, solve)
     tl.debug_barrier()
     for part in tl.range(0, width, BK, num_stages=1):
-        by_part = tile * C * K + row * K + part + tl.arange(0, BK)[None, :]
+        by_part = row * K + part + tl.arange(0, BK)[None, :]
         right = (strength[:, None] * tl.load(keys_in + by_part).to(tl.float32)).to(DTYPE)
         solved = tl.dot(solve, right, input_precision="ieee").to(DTYPE)
         tl.debug_barrier()

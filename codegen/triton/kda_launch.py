@@ -15,12 +15,12 @@ from moec.codegen.triton.kda_backward_conv import kda_backward_conv
 from moec.codegen.triton.kda_forward_chunk import kda_forward_chunk
 from moec.codegen.triton.kda_output import kda_backward_output, kda_forward_output
 from moec.codegen.triton.kda_scan import kda_backward_scan, kda_forward_scan
-from moec.codegen.triton.kda_tiles import MIDDLE_ROWS, path_table
 
 CHUNK = 64
 LEVELS = 6
-# Pairs of a block of 16 rows meet at its middle while 8 rows decay by less than this, base e: e^(2 * 40) is finite.
-MIDDLE_LIMIT = 40.0
+# Pairs of a block of rows meet at its middle while half the block decays by no more than this, base e. Forward: e^80 is
+# finite. Backward: factors of the gradients' size are multiplied with it, so half the exponent is left to them.
+MIDDLE_LIMIT, BACKWARD_MIDDLE_LIMIT = 80.0, 40.0
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,7 @@ class Factors(NamedTuple):
     queries_in: Tensor
     pairs: Tensor
     inverse: Tensor
+    sums: Tensor
     totals: Tensor
     states: Tensor
     updates: Tensor
@@ -159,11 +160,13 @@ def backward(grad_y: Tensor, inputs: Inputs, launch: Launch = LAUNCH) -> tuple[T
     )  # fmt: skip
     grad_q, grad_k = (q.new_empty(batch, length, heads * width) for _ in range(2))
     grad_v, grad_gate, grad_beta = (torch.empty_like(value) for value in (v, inputs.gate, inputs.beta))
+    diagonal = _diagonal(inputs, BACKWARD_MIDDLE_LIMIT)
     kda_backward_chunk[grid](
-        *_chunk_inputs(inputs), factors.inverse, factors.pairs, factors.states, factors.updates,
-        grad_o, grad_updates, grad_states, grad_q, grad_k, grad_v, grad_gate, grad_beta, partials, length, chunks,
-        width, value_width, CHUNK, inputs.lower_bound, inputs.l2_eps, inputs.scale, partials.shape[1],
-        **_chunk_constants(inputs, launch.backward_chunk_channels, launch.backward_chunk_rows),
+        *_chunk_inputs(inputs), factors.inverse, factors.pairs, factors.sums, factors.states, factors.updates, grad_o,
+        grad_updates, grad_states, grad_q, grad_k, grad_v, grad_gate, grad_beta, partials, length, chunks,
+        width, value_width, CHUNK, _levels(diagonal), inputs.lower_bound, inputs.l2_eps, inputs.scale,
+        partials.shape[1],
+        **_chunk_constants(inputs, launch.backward_chunk_channels, launch.backward_chunk_rows, diagonal),
         num_warps=launch.backward_chunk_warps, maxnreg=launch.backward_chunk_registers,
     )  # fmt: skip
     del factors, grad_states, grad_o, grad_updates
@@ -198,11 +201,12 @@ def _factors(inputs: Inputs, launch: Launch, store_inverse: bool) -> Factors:
     keys_in, keys_out, queries_in = (tile(CHUNK, width) for _ in range(3))
     values_in, updates = tile(CHUNK, value_width), tile(CHUNK, value_width)
     pairs, inverse = tile(CHUNK, CHUNK), tile(CHUNK, CHUNK) if store_inverse else q
-    totals, states = tile(width, dtype=torch.float32), tile(width, value_width)
+    sums, totals = tile(CHUNK, width, dtype=torch.float32), tile(width, dtype=torch.float32)
+    states, diagonal = tile(width, value_width), _diagonal(inputs, MIDDLE_LIMIT)
     kda_forward_chunk[(chunks, lanes)](
-        *_chunk_inputs(inputs), keys_in, values_in, keys_out, queries_in, pairs, inverse, totals, q.shape[1], chunks,
-        width, value_width, CHUNK, inputs.lower_bound, inputs.l2_eps, inputs.scale,
-        **_chunk_constants(inputs, launch.chunk_channels, launch.chunk_rows), STORE_INVERSE=store_inverse,
+        *_chunk_inputs(inputs), keys_in, values_in, keys_out, queries_in, pairs, inverse, sums, totals, q.shape[1],
+        chunks, width, value_width, CHUNK, _levels(diagonal), LEVELS, inputs.lower_bound, inputs.l2_eps, inputs.scale,
+        **_chunk_constants(inputs, launch.chunk_channels, launch.chunk_rows, diagonal), STORE_INVERSE=store_inverse,
         PRECISION=launch.inverse_precision if q.dtype != torch.float32 else "ieee", num_warps=launch.chunk_warps,
         maxnreg=launch.chunk_registers,
     )  # fmt: skip
@@ -211,7 +215,7 @@ def _factors(inputs: Inputs, launch: Launch, store_inverse: bool) -> Factors:
         keys_in, values_in, keys_out, totals, states, updates, chunks, K=width, V=value_width, BV=block, C=CHUNK,
         DTYPE=_dtype(q), STAGES=launch.scan_stages, num_warps=launch.scan_warps,
     )  # fmt: skip
-    return Factors(keys_in, values_in, keys_out, queries_in, pairs, inverse, totals, states, updates)
+    return Factors(keys_in, values_in, keys_out, queries_in, pairs, inverse, sums, totals, states, updates)
 
 
 def _through_convolutions(
@@ -244,17 +248,22 @@ def _through_convolutions(
 def _chunk_inputs(inputs: Inputs) -> tuple[Tensor, ...]:
     """Tensors for the passes over the inputs, q in place of each one that is absent."""
     optional = (inputs.conv_q, inputs.conv_k, inputs.conv_v, inputs.document_ids)
-    paths = _paths(inputs.q.device, inputs.q.dtype)
-    return (*inputs[:7], *(_or(value, inputs.q) for value in optional), paths)  # type: ignore[return-value]
+    return (*inputs[:7], *(_or(value, inputs.q) for value in optional))  # type: ignore[return-value]
 
 
-@functools.cache
-def _paths(device: torch.device, dtype: torch.dtype) -> Tensor:
-    return path_table(CHUNK).to(device, dtype)
+def _diagonal(inputs: Inputs, limit: float) -> int:
+    """Rows of the blocks whose pairs meet at the middle row, 1 for none."""
+    if inputs.gate_kind != "bounded":
+        return 1
+    return next((rows for rows in (32, 16) if rows // 2 * abs(inputs.lower_bound) <= limit), 1)
 
 
-def _chunk_constants(inputs: Inputs, channels: int, rows: int) -> dict[str, Any]:
-    bounded = inputs.gate_kind == "bounded"
+def _levels(diagonal: int) -> int:
+    """Levels of halves above those blocks."""
+    return (CHUNK // diagonal).bit_length() - 1
+
+
+def _chunk_constants(inputs: Inputs, channels: int, rows: int, diagonal: int) -> dict[str, Any]:
     return {
         "HEADS": inputs.heads,
         "VALUE_HEADS": inputs.value_heads,
@@ -263,12 +272,11 @@ def _chunk_constants(inputs: Inputs, channels: int, rows: int) -> dict[str, Any]
         "BK": min(channels, inputs.key_width, inputs.value_width),
         "ROWS": rows,
         "C": CHUNK,
-        "LEVELS": LEVELS,
-        "DIAGONAL": MIDDLE_ROWS if bounded and 8 * abs(inputs.lower_bound) <= MIDDLE_LIMIT else 1,
+        "DIAGONAL": diagonal,
         "WIDTH": inputs.taps,
         "PACKED": inputs.document_ids is not None,
         "SCALAR": inputs.scalar,
-        "BOUNDED": bounded,
+        "BOUNDED": inputs.gate_kind == "bounded",
         "DTYPE": _dtype(inputs.q),
     }
 

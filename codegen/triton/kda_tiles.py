@@ -1,13 +1,12 @@
 """What the KDA kernels share: how a chunk's rows are read, how decays between its rows are formed, and the solve.
 
-A chunk is 64 rows of one value head. Between row i and a later row r lies the decay exp(sum of g over i < j <= r). It
-is never formed as exp(G_r) / exp(G_i): rows meet across the border between two neighbouring blocks of 32, 16, ...
-rows, and each side has one factor, from the border to the row or from the row to the border. The exponents are sums
-of g along those paths, computed as a 0/1 matrix times g on the tensor cores; with g <= 0 no exponent is positive, a
-large negative entry at the start of a document cuts every path across it, and nothing cancels. Exponents are base 2.
+A chunk is 64 rows of one value head. Between row i and a later row r lies the decay 2^(G_r - G_i), G the sum of the
+base-2 log decays from the chunk's start, float32, in memory. It is never formed as 2^G_r / 2^G_i: rows meet across the
+border between two neighbouring blocks of 32, 16, ... rows, and each side has one factor, from the border to the row or
+from the row to the border, which is at most 1.
 
-Where a bound on g makes it safe, pairs inside a block of 16 rows meet at its middle row instead (`DIAGONAL` = 16);
-otherwise the blocks go down to single rows (`DIAGONAL` = 1).
+Where a bound on the log decay makes it safe, pairs inside a block of 16 or 32 rows meet at its middle row instead
+(`DIAGONAL`); otherwise the blocks go down to single rows (`DIAGONAL` = 1).
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -16,36 +15,12 @@ from __future__ import annotations
 
 import os
 
-import torch
 import triton
 import triton.language as tl
 
-# Added to g, base 2, at the first row of a document: 2^CUT is exactly zero, and the number is finite in every format.
-CUT = tl.constexpr(-9984.0)
 LOG2E = tl.constexpr(1.4426950408889634)
-# Places in the table of paths; the level with halves of C >> (l + 1) rows is at LEVEL + l.
-START, END, MIDDLE, LEVEL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-MIDDLE_ROWS = 16
-
-
-def path_table(size: int) -> torch.Tensor:
-    """[3 + log2(size), size, size] of -1, 0, 1: entry r, j says how g of row j counts on row r's path.
-
-    From the start of the chunk through r; from after r to its end; from the middle row of r's block of MIDDLE_ROWS
-    (negative where the path leads up to it); from the border between the halves of r's block to r, or from after r to
-    that border, for blocks of `size`, `size / 2`, ..., 2 rows.
-    """
-    row, via = torch.arange(size)[:, None], torch.arange(size)[None, :]
-    middle = row // MIDDLE_ROWS * MIDDLE_ROWS + MIDDLE_ROWS // 2
-    down, up = (via > middle) & (via <= row), (via > row) & (via <= middle)
-    tables = [(via <= row).float(), (via > row).float(), down.float() - up.float()]
-    half = size // 2
-    while half:
-        border = row // (2 * half) * (2 * half) + half
-        tables.append((((via >= border) & (via <= row)) | ((via < border) & (via > row))).float())
-        half //= 2
-    return torch.stack(tables)
-
+# No step decays by more: 2^-160 is zero in every format used, and sums of 64 steps keep 2^-11 of a step.
+STEEPEST = tl.constexpr(-160.0)
 
 _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
@@ -56,6 +31,30 @@ def exp2(x):
     if _INTERPRETED:
         return tl.exp2(x)
     return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def shared(x):
+    """x, bfloat16, as a left operand of a dot that is to be read from shared memory.
+
+    Otherwise the compiler keeps what leads to it in registers, once for every group of warps that shares the rows. An
+    operation with an effect stops it; this one costs no instruction.
+    """
+    if _INTERPRETED:
+        return x
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], x.dtype, is_pure=False, pack=2)
+
+
+@triton.jit
+def once(x):
+    """x, float32, computed once and then moved to where it is needed.
+
+    Otherwise the compiler repeats what leads to it, exponentials included, for every arrangement of the tile among the
+    threads. It costs no instruction either.
+    """
+    if _INTERPRETED:
+        return x
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], tl.float32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -152,24 +151,12 @@ def gate_logits(gate, dt_bias, start, value_head, rows, length, columns, VALUE_H
 
 
 @triton.jit
-def path_steps(logits, rate, lower_bound, rows, length, C: tl.constexpr, BK: tl.constexpr, BOUNDED: tl.constexpr,
-               DTYPE: tl.constexpr):  # fmt: skip
-    """Base-2 log decays [C, BK] of the rows, zero beyond the length, in DTYPE.
-
-    All decays of the chunk come from these rounded steps, so rounding them is a change of g by 2^-9 of itself at most
-    in bfloat16, the same everywhere, which moves no decay exp(-x) by more than x exp(-x) 2^-9 < 2^-10.
-    """
+def log_steps(logits, rate, lower_bound, rows, length, C: tl.constexpr, BK: tl.constexpr, BOUNDED: tl.constexpr):
+    """Base-2 log decays [C, BK] of the rows, zero beyond the length."""
     decay = log_decay(logits, rate, lower_bound, BOUNDED) * LOG2E
-    decay = tl.broadcast_to(tl.where((rows < length)[:, None], decay, 0.0), (C, BK))
-    return decay.to(DTYPE)
-
-
-@triton.jit
-def cut_steps(steps, starts, DTYPE: tl.constexpr, PACKED: tl.constexpr):
-    """The same, with every path across the start of a document cut."""
-    if PACKED:
-        return tl.where(starts[:, None], CUT, steps).to(DTYPE)
-    return steps
+    if not BOUNDED:
+        decay = tl.maximum(decay, STEEPEST)
+    return tl.broadcast_to(tl.where((rows < length)[:, None], decay, 0.0), (C, BK))
 
 
 @triton.jit
@@ -184,49 +171,53 @@ def log_decay(logits, rate, lower_bound, BOUNDED: tl.constexpr):
 
 
 @triton.jit
-def document_rows(documents, rows, length, PACKED: tl.constexpr):
-    """The document of each row and whether a row starts one inside its sequence."""
+def segments(documents, rows, length, PACKED: tl.constexpr):
+    """How many documents have started inside the sequence up to each of the chunk's rows, and whether one does there."""
+    starts = rows < 0
     if PACKED:
-        document = tl.load(documents + rows, mask=rows < length, other=-1).to(tl.int32)
-        before = tl.load(documents + rows - 1, mask=(rows > 0) & (rows < length), other=-1).to(tl.int32)
-        return document, (rows > 0) & (rows < length) & (document != before)
-    return rows * 0, rows < 0
+        document = tl.load(documents + rows, mask=rows < length, other=-1)
+        before = tl.load(documents + rows - 1, mask=(rows > 0) & (rows < length), other=-1)
+        starts = (rows > 0) & (rows < length) & (document != before)
+        return tl.cumsum(starts.to(tl.int32), 0), starts
+    return tl.zeros_like(rows), starts
 
 
 @triton.jit
-def path_sums(paths, steps):
-    """Sums of the steps [C, BK] along the paths [C, C], float32."""
-    return tl.dot(paths, steps, input_precision="ieee")
+def to_border(sums, at_chunk, columns, half, C: tl.constexpr, K: tl.constexpr):
+    """Decays [C, BK] between each row and the border of the halves of its block of 2 half rows.
+
+    sums: the rows' G, of which `at_chunk` [C, K] in memory holds all.
+    """
+    row = tl.arange(0, C)
+    border = row // (2 * half) * (2 * half) + half - 1
+    return exp2(-tl.abs(sums - tl.load(at_chunk + border[:, None] * K + columns[None, :])))
 
 
 @triton.jit
-def load_paths(paths, which: tl.constexpr, C: tl.constexpr):
-    """One matrix [C, C] of `path_table`. From memory: a register tile of each would be kept for the whole kernel."""
-    return tl.load(paths + which * C * C + tl.arange(0, C)[:, None] * C + tl.arange(0, C)[None, :])
+def from_middle(sums, at_chunk, columns, SIZE: tl.constexpr, C: tl.constexpr, K: tl.constexpr):
+    """Exponents [C, BK] from the middle row of each row's block of SIZE rows to the row, of either sign."""
+    row = tl.arange(0, C)
+    middle = row // SIZE * SIZE + SIZE // 2
+    return sums - tl.load(at_chunk + middle[:, None] * K + columns[None, :])
 
 
 @triton.jit
-def level_pairs(row, column, HALF: tl.constexpr):
-    """Whether `row` and `column` meet at this level: halves of one block of 2 HALF rows, the row in the second."""
-    return ((row ^ column) // HALF == 1) & (column < row)
+def level_pairs(row, column, half):
+    """Whether `row` and `column` meet at this level: halves of one block of 2 half rows, the row in the second."""
+    apart = row ^ column
+    return (apart >= half) & (apart < 2 * half) & (column < row)
 
 
 @triton.jit
-def middle_pairs(row, column, document_row, document_column, SIZE: tl.constexpr, PACKED: tl.constexpr):
-    """Pairs column <= row of one block of SIZE rows; documents cut here, where the paths do not."""
-    pairs = (row // SIZE == column // SIZE) & (column <= row)
-    if PACKED:
-        pairs = pairs & (document_row == document_column)
-    return pairs
+def unit_lower_inverse(system, levels, SIZE: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + system)^-1, system [SIZE, SIZE] strictly lower, by joining neighbouring blocks; levels = log2(SIZE).
 
-
-@triton.jit
-def unit_lower_inverse(system, SIZE: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + system)^-1, system [SIZE, SIZE] strictly lower, by joining neighbouring blocks."""
+    No power of the system appears, whose entries may be large where those of the inverse are not.
+    """
     row = tl.arange(0, SIZE)[:, None]
     column = tl.arange(0, SIZE)[None, :]
     inverse = tl.where(row == column, 1.0, 0.0) - tl.where(level_pairs(row, column, 1), system, 0.0)
-    for level in tl.static_range(1, LEVELS):
+    for level in tl.range(1, levels, num_stages=1):
         corner = tl.where(level_pairs(row, column, 1 << level), system, 0.0)
         joined = tl.dot(inverse, corner, input_precision=PRECISION)
         inverse -= tl.dot(joined, inverse, input_precision=PRECISION)
