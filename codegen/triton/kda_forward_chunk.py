@@ -1,4 +1,4 @@
-"""First pass over the inputs: everything of a chunk that does not depend on the state."""
+"""Everything of a chunk that does not depend on the state."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -8,46 +8,42 @@ import triton
 import triton.language as tl
 
 from moec.codegen.triton.kda_tiles import (
-    activated,
     exp2,
     from_middle,
-    gate_logits,
+    from_quarters,
+    half_factors,
     level_pairs,
-    log_steps,
-    mixed_rows,
     segments,
     shared,
     sigmoid,
-    store_unit_rows,
     to_border,
     unit_lower_inverse,
+    value_rows,
 )
 
 
-@triton.jit(do_not_specialize=["length", "chunks", "width", "value_width", "rows_of", "levels", "solve_levels"])
+@triton.jit(do_not_specialize=["length", "chunks", "width", "value_width", "levels", "solve_levels"])
 def kda_forward_chunk(
-    q, k, v, gate, beta, A_log, dt_bias, conv_q, conv_k, conv_v, documents,
-    keys_in, values_in, keys_out, queries_in, pairs, inverse, sums, totals,
-    length, chunks, width, value_width, rows_of, levels, solve_levels, lower_bound, l2_eps, scale,
-    HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
-    C: tl.constexpr, ROWS: tl.constexpr, DIAGONAL: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr,
-    SCALAR: tl.constexpr, BOUNDED: tl.constexpr, STORE_INVERSE: tl.constexpr, PRECISION: tl.constexpr,
-    DTYPE: tl.constexpr,
+    v, beta, documents, unit_q, unit_k, values, sums,
+    keys_in, values_in, keys_out, queries_in, pairs, inverse, totals,
+    length, chunks, width, value_width, levels, solve_levels,
+    VALUE_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
+    DIAGONAL: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr, STORE_INVERSE: tl.constexpr,
+    PRECISION: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """One program per (chunk, batch row and value head); writes, per chunk, in DTYPE unless said otherwise:
 
     keys_in [C, K] = A beta k exp(G) and values_in [C, V] = A beta v, with A = (I + beta M)^-1 and M the decayed
     key-key sums below the diagonal; keys_out [C, K] = k exp(G_end - G); queries_in [C, K] = scale q exp(G);
-    pairs [C, C], the decayed query-key sums; inverse [C, C] = A if STORE_INVERSE; sums [C, K] = G, base 2, float32;
-    totals [K] = exp(G_end), or 0 where a document ends inside the chunk, float32.
+    pairs [C, C], the decayed query-key sums; inverse [C, C] = A if STORE_INVERSE; totals [K] = exp(G_end), or 0 where
+    a document ends inside the chunk, float32. keys_in and queries_in may be unit_k and unit_q.
 
     Pairs meet at `levels` levels of halves, and within blocks of DIAGONAL rows at their middle; solve_levels = log2(C).
-    Counts of loops are arguments, so that a loop stays one: straight-line code would not fit the instruction cache.
+    Counts of loops are arguments, so that a loop stays one.
     """
     chunk = tl.program_id(0)
     lane = tl.program_id(1).to(tl.int64)
     batch, value_head = lane // VALUE_HEADS, lane % VALUE_HEADS
-    head = value_head // (VALUE_HEADS // HEADS)
     rows = chunk * C + tl.arange(0, C)
     valid = rows < length
     start = batch * length
@@ -57,25 +53,12 @@ def kda_forward_chunk(
     segment, _ = segments(documents, rows, length, PACKED)
     together = segment[:, None] == segment[None, :]
     last = tl.max(segment, 0)
+    unit_k += tile * C * K
+    unit_q += tile * C * K
     keys_in += tile * C * K
     queries_in += tile * C * K
     keys_out += tile * C * K
     sums += tile * C * K
-
-    # Normalised rows and sums of log decays go through memory, which stays in the cache: slices of BK channels keep the
-    # rest in registers, and rows of sums are there for whoever needs them.
-    offset = start * HEADS * K + head * K
-    store_unit_rows(k + offset, conv_k + head * K * WIDTH, documents, keys_in, K, chunk, length, rows_of,
-                    HEADS * K, l2_eps, 1.0, K, C, ROWS, WIDTH, PACKED, False)  # fmt: skip
-    store_unit_rows(q + offset, conv_q + head * K * WIDTH, documents, queries_in, K, chunk, length,
-                    rows_of, HEADS * K, l2_eps, scale, K, C, ROWS, WIDTH, PACKED, False)  # fmt: skip
-    rate = tl.exp(tl.load(A_log + value_head).to(tl.float32))
-    for part in tl.range(0, width, BK, num_stages=1):
-        of_part = part + tl.arange(0, BK)
-        logits = gate_logits(gate, dt_bias, start, value_head, rows, length, of_part, VALUE_HEADS, K, SCALAR)
-        steps = log_steps(logits, rate, lower_bound, rows, length, C, BK, BOUNDED)
-        tl.store(sums + row * K + of_part[None, :], tl.cumsum(steps, 0))
-    tl.debug_barrier()
 
     key_pairs = tl.zeros((C, C), tl.float32)
     query_pairs = tl.zeros((C, C), tl.float32)
@@ -83,27 +66,32 @@ def kda_forward_chunk(
     for part in tl.range(0, width, BK, num_stages=1):
         of_part = part + tl.arange(0, BK)
         by_part = row * K + of_part[None, :]
-        k_row = tl.load(keys_in + by_part).to(tl.float32)
-        q_row = tl.load(queries_in + by_part).to(tl.float32)
+        k_row = tl.load(unit_k + by_part).to(tl.float32)
+        q_row = tl.load(unit_q + by_part).to(tl.float32)
         decay = tl.load(sums + by_part)
-        for level in tl.range(0, levels, num_stages=1):
-            half = C >> (level + 1)
-            factor = to_border(decay, sums, of_part, half, C, K)
-            left = shared((k_row * factor).to(DTYPE))
-            right = tl.trans(left)
-            meet = level_pairs(row, column, half) & together
-            key_pairs += tl.where(meet, tl.dot(left, right, input_precision="ieee"), 0.0)
-            left = shared((q_row * factor).to(DTYPE))
-            query_pairs += tl.where(meet, tl.dot(left, right, input_precision="ieee"), 0.0)
-        if DIAGONAL > 1:
+        if DIAGONAL == C // 2:
+            down, up = half_factors(decay, sums, of_part, C, K)
+            right = tl.trans((k_row * up).to(DTYPE))
+            key_pairs = tl.dot(shared((k_row * down).to(DTYPE)), right, key_pairs, input_precision="ieee")
+            query_pairs = tl.dot(shared((q_row * down).to(DTYPE)), right, query_pairs, input_precision="ieee")
+            exponent = from_quarters(decay, sums, of_part, C, K)
+        else:
+            for level in tl.range(0, levels, num_stages=1):
+                half = C >> (level + 1)
+                factor = to_border(decay, sums, of_part, half, C, K)
+                left = shared((k_row * factor).to(DTYPE))
+                right = tl.trans(left)
+                meet = level_pairs(row, column, half)
+                key_pairs += tl.where(meet, tl.dot(left, right, input_precision="ieee"), 0.0)
+                left = shared((q_row * factor).to(DTYPE))
+                query_pairs += tl.where(meet, tl.dot(left, right, input_precision="ieee"), 0.0)
             exponent = from_middle(decay, sums, of_part, DIAGONAL, C, K)
-            factor = exp2(exponent)
+        if DIAGONAL > 1:
+            down = exp2(exponent)
             right = tl.trans((k_row * exp2(-exponent)).to(DTYPE))
-            meet = (row // DIAGONAL == column // DIAGONAL) & together
-            pair = tl.dot(shared((k_row * factor).to(DTYPE)), right, input_precision="ieee")
-            key_pairs += tl.where(meet & (column < row), pair, 0.0)
-            pair = tl.dot(shared((q_row * factor).to(DTYPE)), right, input_precision="ieee")
-            query_pairs += tl.where(meet & (column <= row), pair, 0.0)
+            meet = row // DIAGONAL == column // DIAGONAL
+            key_pairs += tl.where(meet, tl.dot(shared((k_row * down).to(DTYPE)), right, input_precision="ieee"), 0.0)
+            query_pairs += tl.where(meet, tl.dot(shared((q_row * down).to(DTYPE)), right, input_precision="ieee"), 0.0)
         else:
             own += tl.sum(q_row * k_row, 1)
         end = tl.load(sums + (C - 1) * K + of_part)
@@ -114,6 +102,8 @@ def kda_forward_chunk(
         tl.debug_barrier()
         tl.store(queries_in + by_part, (q_row * factor).to(DTYPE))
         tl.store(keys_in + by_part, (k_row * factor).to(DTYPE))
+    key_pairs = tl.where(together & (column < row), key_pairs, 0.0)
+    query_pairs = tl.where(together & (column <= row), query_pairs, 0.0)
     if DIAGONAL == 1:
         query_pairs += tl.where(row == column, own[:, None], 0.0)
     square = tile * C * C + row * C + column
@@ -131,11 +121,9 @@ def kda_forward_chunk(
         solved = tl.dot(solve, right, input_precision="ieee").to(DTYPE)
         tl.debug_barrier()
         tl.store(keys_in + by_part, solved)
-    v += start * VALUE_HEADS * V + value_head * V
-    conv_v += value_head * V * WIDTH
     for part in tl.range(0, value_width, BK, num_stages=1):
         of_part = part + tl.arange(0, BK)
-        mixed = mixed_rows(v, conv_v, documents, rows, length, VALUE_HEADS * V, of_part, WIDTH, PACKED)
-        right = (strength[:, None] * activated(mixed, WIDTH)).to(DTYPE)
+        right = value_rows(v, values, start, value_head, tile, rows, length, of_part, VALUE_HEADS, V, C, WIDTH)
+        right = (strength[:, None] * right).to(DTYPE)
         solved = tl.dot(solve, right, input_precision="ieee").to(DTYPE)
         tl.store(values_in + tile * C * V + row * V + of_part[None, :], solved)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,39 +9,46 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from moec.codegen.triton.kda_backward_chunk import kda_backward_chunk
 from moec.codegen.triton.kda_backward_conv import kda_backward_conv
+from moec.codegen.triton.kda_backward_keys import kda_backward_keys
+from moec.codegen.triton.kda_backward_rows import kda_backward_rows
+from moec.codegen.triton.kda_backward_values import kda_backward_values
 from moec.codegen.triton.kda_forward_chunk import kda_forward_chunk
 from moec.codegen.triton.kda_output import kda_backward_output, kda_forward_output
+from moec.codegen.triton.kda_prepare import kda_prepare
 from moec.codegen.triton.kda_scan import kda_backward_scan, kda_forward_scan
 
 CHUNK = 64
 LEVELS = 6
-# Pairs of a block of rows meet at its middle while half the block decays by no more than this, base e. Forward: e^80 is
-# finite. Backward: factors of the gradients' size are multiplied with it, so half the exponent is left to them.
-MIDDLE_LIMIT, BACKWARD_MIDDLE_LIMIT = 80.0, 40.0
+# Pairs of a block of rows meet at its middle while half the block decays by no more than this, base e: e^80 is finite.
+MIDDLE_LIMIT = 80.0
 
 
 @dataclass(frozen=True)
 class Launch:
     """Warps and tile widths of every kernel, chosen on an H200; they change speed only."""
 
-    chunk_warps: int = 4
+    prepare_warps: int = 8
+    prepare_channels: int = 64
+    prepare_rows: int = 32
+    chunk_warps: int = 8
     chunk_channels: int = 32
-    chunk_rows: int = 16
-    chunk_registers: int | None = None
+    chunk_registers: int | None = 128
     scan_columns: int = 32
     scan_warps: int = 4
     scan_stages: int = 3
     output_warps: int = 4
-    backward_chunk_warps: int = 4
-    backward_chunk_channels: int = 32
-    backward_chunk_rows: int = 16
-    backward_chunk_registers: int | None = None
+    values_warps: int = 8
+    values_channels: int = 64
+    keys_warps: int = 8
+    keys_channels: int = 32
+    keys_registers: int | None = 128
+    rows_warps: int = 4
+    rows_rows: int = 16
     conv_rows: int = 32
     conv_repeats: int = 16
     conv_warps: int = 4
-    inverse_precision: str = "bf16x3"
+    inverse_precision: str = "tf32"
 
 
 LAUNCH = Launch()
@@ -99,27 +105,30 @@ class Inputs(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """What the first pass leaves, [B * HV, chunks, ...] (kda_forward_chunk.py), and the states of the scan."""
+    """What the passes before the output leave, [B * HV, chunks, ...]: kda_prepare, kda_forward_chunk, and the scan."""
 
+    unit_q: Tensor
+    unit_k: Tensor
+    values: Tensor
+    sums: Tensor
     keys_in: Tensor
     values_in: Tensor
     keys_out: Tensor
     queries_in: Tensor
     pairs: Tensor
     inverse: Tensor
-    sums: Tensor
     totals: Tensor
     states: Tensor
     updates: Tensor
 
 
 def forward(inputs: Inputs, launch: Launch = LAUNCH) -> Tensor:
-    """y [B, T, HV * V] of `moec::kda`: three launches."""
+    """y [B, T, HV * V] of `moec::kda`: four launches."""
     inputs = inputs.contiguous()
     y = torch.empty_like(inputs.v)
     if y.numel() == 0:
         return y
-    factors = _factors(inputs, launch, store_inverse=False)
+    factors = _factors(inputs, launch, keep=False)
     q = inputs.q
     kda_forward_output[(inputs.chunks, q.shape[0] * inputs.value_heads)](
         factors.queries_in, factors.pairs, factors.states, factors.updates, _or(inputs.output_gate, q),
@@ -138,8 +147,9 @@ def backward(grad_y: Tensor, inputs: Inputs, launch: Launch = LAUNCH) -> tuple[T
         given = (value if isinstance(value, Tensor) else inputs.v.new_empty(0) for value in inputs[:12])
         return tuple(torch.zeros_like(value) for value in given)
     q, v, chunks, grid = inputs.q, inputs.v, inputs.chunks, (inputs.chunks, batch * heads)
-    factors = _factors(inputs, launch, store_inverse=True)
-    shares = heads + inputs.gate.shape[2]
+    factors = _factors(inputs, launch, keep=True)
+    parts = width // min(launch.keys_channels, width)
+    shares = heads * parts + inputs.gate.shape[2]
     norm_shares = heads * value_width if inputs.norm_weight is not None else 0
     partials = torch.empty(batch * chunks, shares + norm_shares, device=q.device, dtype=torch.float32)
 
@@ -160,18 +170,36 @@ def backward(grad_y: Tensor, inputs: Inputs, launch: Launch = LAUNCH) -> tuple[T
     )  # fmt: skip
     grad_q, grad_k = (q.new_empty(batch, length, heads * width) for _ in range(2))
     grad_v, grad_gate, grad_beta = (torch.empty_like(value) for value in (v, inputs.gate, inputs.beta))
-    diagonal = _diagonal(inputs, BACKWARD_MIDDLE_LIMIT)
-    kda_backward_chunk[grid](
-        *_chunk_inputs(inputs), factors.inverse, factors.pairs, factors.sums, factors.states, factors.updates, grad_o,
-        grad_updates, grad_states, grad_q, grad_k, grad_v, grad_gate, grad_beta, partials, length, chunks,
-        width, value_width, CHUNK, _levels(diagonal), inputs.lower_bound, inputs.l2_eps, inputs.scale,
-        partials.shape[1],
-        **_chunk_constants(inputs, launch.backward_chunk_channels, launch.backward_chunk_rows, diagonal),
-        num_warps=launch.backward_chunk_warps, maxnreg=launch.backward_chunk_registers,
+    constants, documents = _chunk_constants(inputs), _or(inputs.document_ids, q)
+    constants |= {"SHARES": 2 + parts, "PARTS": parts}
+
+    def scratch(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(batch * heads, chunks, *shape, device=q.device, dtype=dtype)
+
+    diagonals, ranges, by_row = scratch(2, CHUNK, CHUNK, dtype=q.dtype), scratch(), scratch(2 + parts, CHUNK)
+    scalar_grads = scratch(parts, CHUNK) if inputs.scalar else ranges
+    kda_backward_values[grid](
+        v, inputs.beta, documents, factors.values, factors.inverse, factors.pairs, factors.updates, grad_o,
+        grad_updates, diagonals, grad_v, by_row, ranges, length, chunks, value_width,
+        **_taken(kda_backward_values, constants), BK=min(launch.values_channels, value_width),
+        num_warps=launch.values_warps,
+    )  # fmt: skip
+    kda_backward_keys[(*grid, parts)](
+        inputs.gate, inputs.A_log, inputs.dt_bias, documents, factors.unit_q, factors.unit_k, factors.sums,
+        factors.inverse, factors.pairs, diagonals, ranges, factors.states, factors.updates, grad_o, grad_updates,
+        grad_states, grad_q, grad_k, grad_gate, by_row, partials, scalar_grads, length, chunks,
+        _levels(constants["DIAGONAL"]), inputs.lower_bound, partials.shape[1], **_taken(kda_backward_keys, constants),
+        BK=width // parts, num_warps=launch.keys_warps, maxnreg=launch.keys_registers,
+    )  # fmt: skip
+    kda_backward_rows[grid](
+        *inputs[:7], *_convolutions(inputs), documents, by_row, scalar_grads, grad_q, grad_k, grad_v, grad_gate,
+        grad_beta, partials, length, chunks, CHUNK, inputs.lower_bound, inputs.l2_eps, inputs.scale, partials.shape[1],
+        **_taken(kda_backward_rows, constants), ROWS=launch.rows_rows, num_warps=launch.rows_warps,
     )  # fmt: skip
     del factors, grad_states, grad_o, grad_updates
     grads, grad_taps = _through_convolutions(inputs, (grad_q, grad_k, grad_v), launch)
-    grad_A_log, grad_dt_bias, grad_norm = partials.sum(0).split((heads, inputs.gate.shape[2], norm_shares))
+    grad_A_log, grad_dt_bias, grad_norm = partials.sum(0).split((heads * parts, inputs.gate.shape[2], norm_shares))
+    grad_A_log = grad_A_log.view(heads, parts).sum(1)
     grad_norm_weight = (
         v.new_empty(0)
         if inputs.norm_weight is None
@@ -190,32 +218,45 @@ def backward(grad_y: Tensor, inputs: Inputs, launch: Launch = LAUNCH) -> tuple[T
     )
 
 
-def _factors(inputs: Inputs, launch: Launch, store_inverse: bool) -> Factors:
-    """The first pass and the scan."""
-    q, lanes, chunks = inputs.q, inputs.q.shape[0] * inputs.value_heads, inputs.chunks
-    width, value_width = inputs.key_width, inputs.value_width
+def _factors(inputs: Inputs, launch: Launch, keep: bool) -> Factors:
+    """The passes over the inputs and the scan; `keep` what the backward needs."""
+    q, v, lanes, chunks = inputs.q, inputs.v, inputs.q.shape[0] * inputs.value_heads, inputs.chunks
+    length, width, value_width = q.shape[1], inputs.key_width, inputs.value_width
+    grid, documents, constants = (chunks, lanes), _or(inputs.document_ids, q), _chunk_constants(inputs)
 
     def tile(*shape: int, dtype: torch.dtype = q.dtype) -> Tensor:
         return torch.empty(lanes, chunks, *shape, device=q.device, dtype=dtype)
 
-    keys_in, keys_out, queries_in = (tile(CHUNK, width) for _ in range(3))
-    values_in, updates = tile(CHUNK, value_width), tile(CHUNK, value_width)
-    pairs, inverse = tile(CHUNK, CHUNK), tile(CHUNK, CHUNK) if store_inverse else q
-    sums, totals = tile(CHUNK, width, dtype=torch.float32), tile(width, dtype=torch.float32)
-    states, diagonal = tile(width, value_width), _diagonal(inputs, MIDDLE_LIMIT)
-    kda_forward_chunk[(chunks, lanes)](
-        *_chunk_inputs(inputs), keys_in, values_in, keys_out, queries_in, pairs, inverse, sums, totals, q.shape[1],
-        chunks, width, value_width, CHUNK, _levels(diagonal), LEVELS, inputs.lower_bound, inputs.l2_eps, inputs.scale,
-        **_chunk_constants(inputs, launch.chunk_channels, launch.chunk_rows, diagonal), STORE_INVERSE=store_inverse,
+    unit_q, unit_k, sums = tile(CHUNK, width), tile(CHUNK, width), tile(CHUNK, width, dtype=torch.float32)
+    values = v if inputs.conv_v is None else tile(CHUNK, value_width)
+    kda_prepare[grid](
+        q, inputs.k, v, inputs.gate, inputs.A_log, inputs.dt_bias, *_convolutions(inputs), documents, unit_q, unit_k,
+        values, sums, length, chunks, width, value_width, CHUNK, inputs.lower_bound, inputs.l2_eps, inputs.scale,
+        **_taken(kda_prepare, constants), BK=min(launch.prepare_channels, width), ROWS=launch.prepare_rows,
+        num_warps=launch.prepare_warps,
+    )  # fmt: skip
+    keys_in, queries_in = (tile(CHUNK, width), tile(CHUNK, width)) if keep else (unit_k, unit_q)
+    keys_out, values_in = tile(CHUNK, width), tile(CHUNK, value_width)
+    pairs, inverse, totals = tile(CHUNK, CHUNK), tile(CHUNK, CHUNK) if keep else q, tile(width, dtype=torch.float32)
+    kda_forward_chunk[grid](
+        v, inputs.beta, documents, unit_q, unit_k, values, sums, keys_in, values_in, keys_out, queries_in, pairs,
+        inverse, totals, length, chunks, width, value_width, _levels(constants["DIAGONAL"]), LEVELS,
+        **_taken(kda_forward_chunk, constants), BK=min(launch.chunk_channels, width, value_width), STORE_INVERSE=keep,
         PRECISION=launch.inverse_precision if q.dtype != torch.float32 else "ieee", num_warps=launch.chunk_warps,
         maxnreg=launch.chunk_registers,
     )  # fmt: skip
+    if not keep:
+        del sums
+        sums = totals
+    updates, states = tile(CHUNK, value_width), tile(width, value_width)
     block = min(launch.scan_columns, value_width)
     kda_forward_scan[(value_width // block, lanes)](
         keys_in, values_in, keys_out, totals, states, updates, chunks, K=width, V=value_width, BV=block, C=CHUNK,
         DTYPE=_dtype(q), STAGES=launch.scan_stages, num_warps=launch.scan_warps,
     )  # fmt: skip
-    return Factors(keys_in, values_in, keys_out, queries_in, pairs, inverse, sums, totals, states, updates)
+    return Factors(
+        unit_q, unit_k, values, sums, keys_in, values_in, keys_out, queries_in, pairs, inverse, totals, states, updates
+    )
 
 
 def _through_convolutions(
@@ -245,17 +286,9 @@ def _through_convolutions(
     return outputs, [s.view(value.shape).to(value.dtype, copy=True) for s, value in zip(sums, taps, strict=True)]
 
 
-def _chunk_inputs(inputs: Inputs) -> tuple[Tensor, ...]:
-    """Tensors for the passes over the inputs, q in place of each one that is absent."""
-    optional = (inputs.conv_q, inputs.conv_k, inputs.conv_v, inputs.document_ids)
-    return (*inputs[:7], *(_or(value, inputs.q) for value in optional))  # type: ignore[return-value]
-
-
-def _diagonal(inputs: Inputs, limit: float) -> int:
-    """Rows of the blocks whose pairs meet at the middle row, 1 for none."""
-    if inputs.gate_kind != "bounded":
-        return 1
-    return next((rows for rows in (32, 16) if rows // 2 * abs(inputs.lower_bound) <= limit), 1)
+def _convolutions(inputs: Inputs) -> list[Tensor]:
+    """The taps, q in place of each that is absent."""
+    return [_or(taps, inputs.q) for taps in (inputs.conv_q, inputs.conv_k, inputs.conv_v)]
 
 
 def _levels(diagonal: int) -> int:
@@ -263,22 +296,32 @@ def _levels(diagonal: int) -> int:
     return (CHUNK // diagonal).bit_length() - 1
 
 
-def _chunk_constants(inputs: Inputs, channels: int, rows: int, diagonal: int) -> dict[str, Any]:
+def _diagonal(inputs: Inputs) -> int:
+    """Rows of the blocks whose pairs meet at the middle row, 1 for none."""
+    if inputs.gate_kind != "bounded":
+        return 1
+    return next((rows for rows in (32, 16) if rows // 2 * abs(inputs.lower_bound) <= MIDDLE_LIMIT), 1)
+
+
+def _chunk_constants(inputs: Inputs) -> dict[str, Any]:
     return {
         "HEADS": inputs.heads,
         "VALUE_HEADS": inputs.value_heads,
         "K": inputs.key_width,
         "V": inputs.value_width,
-        "BK": min(channels, inputs.key_width, inputs.value_width),
-        "ROWS": rows,
         "C": CHUNK,
-        "DIAGONAL": diagonal,
+        "DIAGONAL": _diagonal(inputs),
         "WIDTH": inputs.taps,
         "PACKED": inputs.document_ids is not None,
         "SCALAR": inputs.scalar,
         "BOUNDED": inputs.gate_kind == "bounded",
         "DTYPE": _dtype(inputs.q),
     }
+
+
+def _taken(kernel: Any, constants: dict[str, Any]) -> dict[str, Any]:
+    """The constants that a kernel has."""
+    return {name: value for name, value in constants.items() if name in kernel.arg_names}
 
 
 def _output_constants(inputs: Inputs) -> dict[str, Any]:

@@ -112,24 +112,13 @@ def unit_rows(x, eps):
 
 
 @triton.jit
-def store_unit_rows(x, taps, documents, into, into_stride, chunk, length, rows_of, stride, eps, scale,
-                    D: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr,
-                    MASKED: tl.constexpr):  # fmt: skip
-    """A chunk's rows of x [T, D], through convolution and activation, normalised, times scale, to `into` [C, D].
-
-    ROWS at a time; rows_of is C (an argument, so that the loop stays one). MASKED leaves rows beyond the length out.
-    """
-    of_d = tl.arange(0, D)
-    for first in tl.range(0, rows_of, ROWS, num_stages=1):
-        of_c = first + tl.arange(0, ROWS)
-        rows = chunk * C + of_c
-        mixed = mixed_rows(x, taps, documents, rows, length, stride, of_d, WIDTH, PACKED)
-        normal, _ = unit_rows(activated(mixed, WIDTH), eps)
-        place = into + of_c[:, None] * into_stride + of_d[None, :]
-        if MASKED:
-            tl.store(place, (normal * scale).to(into.dtype.element_ty), mask=(rows < length)[:, None])
-        else:
-            tl.store(place, (normal * scale).to(into.dtype.element_ty))
+def value_rows(v, values, start, value_head, tile, rows, length, columns, VALUE_HEADS: tl.constexpr, V: tl.constexpr,
+               C: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+    """A chunk's values [C, columns]: v [B * T, HV * V] itself, or what `kda_prepare` made of it with convolutions."""
+    if WIDTH > 0:
+        return tl.load(values + tile * C * V + tl.arange(0, C)[:, None] * V + columns[None, :]).to(tl.float32)
+    place = v + (start + rows)[:, None] * (VALUE_HEADS * V) + value_head * V + columns[None, :]
+    return tl.load(place, mask=(rows < length)[:, None], other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -172,7 +161,7 @@ def log_decay(logits, rate, lower_bound, BOUNDED: tl.constexpr):
 
 @triton.jit
 def segments(documents, rows, length, PACKED: tl.constexpr):
-    """How many documents have started inside the sequence up to each of the chunk's rows, and whether one does there."""
+    """How many documents have started in the chunk, before the sequence's first aside, up to each row; the starts."""
     starts = rows < 0
     if PACKED:
         document = tl.load(documents + rows, mask=rows < length, other=-1)
@@ -199,6 +188,22 @@ def from_middle(sums, at_chunk, columns, SIZE: tl.constexpr, C: tl.constexpr, K:
     row = tl.arange(0, C)
     middle = row // SIZE * SIZE + SIZE // 2
     return sums - tl.load(at_chunk + middle[:, None] * K + columns[None, :])
+
+
+@triton.jit
+def half_factors(sums, at_chunk, columns, C: tl.constexpr, K: tl.constexpr):
+    """Decays [C, BK] from the middle of the chunk to its later rows and from its earlier rows to there, else zero."""
+    later = (tl.arange(0, C) >= C // 2)[:, None]
+    factor = exp2(-tl.abs(sums - tl.load(at_chunk + (C // 2 - 1) * K + columns)[None, :]))
+    return tl.where(later, factor, 0.0), tl.where(later, 0.0, factor)
+
+
+@triton.jit
+def from_quarters(sums, at_chunk, columns, C: tl.constexpr, K: tl.constexpr):
+    """`from_middle` for blocks of half a chunk, whose two middle rows are loaded once."""
+    first = tl.load(at_chunk + C // 4 * K + columns)[None, :]
+    second = tl.load(at_chunk + C // 4 * 3 * K + columns)[None, :]
+    return sums - tl.where((tl.arange(0, C) >= C // 2)[:, None], second, first)
 
 
 @triton.jit
