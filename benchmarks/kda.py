@@ -201,27 +201,33 @@ def table(rows: list[dict[str, Any]]) -> str:
     ]
     for row in rows:
         times = f"{row['fwd_ms']:.2f} | {row['fwdbwd_ms']:.2f}"
-        launches = f"{row['launches_fwd']} / {row['launches_fwdbwd']}"
-        lines.append(f"| {row['shape']} | {row['variant']} | {times} | {row['peak_mib']} | {launches} |")
+        launches = " / ".join(_or_dash(row[name]) for name in ("launches_fwd", "launches_fwdbwd"))
+        lines.append(f"| {row['shape']} | {row['variant']} | {times} | {_or_dash(row['peak_mib'])} | {launches} |")
     return "\n".join(lines)
+
+
+def _or_dash(value: int | None) -> str:
+    return "-" if value is None else str(value)
 
 
 SETTINGS: list[dict[str, Any]] = [
     {},
-    {"chunk_registers": 168, "backward_chunk_registers": 168, "conv_warps": 8},
-    {"chunk_registers": 128, "backward_chunk_registers": 128, "conv_rows": 32},
-    {"chunk_channels": 16, "backward_chunk_channels": 16, "scan_columns": 16, "chunk_registers": 168},
-    {"chunk_channels": 64, "backward_chunk_channels": 64, "scan_columns": 64, "scan_stages": 2},
-    {"chunk_rows": 16, "backward_chunk_rows": 16, "output_warps": 8, "scan_stages": 2},
-    {"inverse_precision": "tf32", "backward_chunk_channels": 16, "backward_chunk_registers": 168, "conv_repeats": 4},
-    {"chunk_rows": 16, "chunk_registers": 168, "backward_chunk_rows": 16, "backward_chunk_registers": 168},
+    {"chunk_warps": 4, "chunk_channels": 64, "chunk_registers": None, "values_warps": 4, "values_channels": 128},
+    {"chunk_warps": 4, "chunk_registers": None, "keys_channels": 64, "keys_registers": None, "rows_rows": 16},
+    {"chunk_channels": 64, "keys_warps": 4, "keys_registers": None, "prepare_channels": 128, "prepare_rows": 64},
+    {"keys_warps": 4, "keys_channels": 16, "prepare_warps": 2, "rows_warps": 2, "rows_rows": 16, "output_warps": 2},
+    {"keys_warps": 4, "keys_channels": 16, "keys_registers": 168, "values_warps": 4, "scan_stages": 2},
+    {"keys_channels": 16, "values_channels": 128, "conv_warps": 2, "conv_rows": 8},
 ]
 # The fields of a launch that each kernel reads; both scans share theirs.
 FIELDS = {
-    "kda_forward_chunk": ("chunk_warps", "chunk_channels", "chunk_rows", "chunk_registers", "inverse_precision"),
+    "kda_prepare": ("prepare_warps", "prepare_channels", "prepare_rows"),
+    "kda_forward_chunk": ("chunk_warps", "chunk_channels", "chunk_registers", "inverse_precision"),
     "scan": ("scan_columns", "scan_warps", "scan_stages"),
     "output": ("output_warps",),
-    "kda_backward_chunk": tuple(f"backward_chunk_{name}" for name in ("warps", "channels", "rows", "registers")),
+    "kda_backward_values": ("values_warps", "values_channels"),
+    "kda_backward_keys": ("keys_warps", "keys_channels", "keys_registers"),
+    "kda_backward_rows": ("rows_warps", "rows_rows"),
     "conv": ("conv_rows", "conv_repeats", "conv_warps"),
 }
 

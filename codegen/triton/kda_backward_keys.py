@@ -32,7 +32,8 @@ def kda_backward_keys(
     SHARES: tl.constexpr, DIAGONAL: tl.constexpr, PACKED: tl.constexpr, SCALAR: tl.constexpr, BOUNDED: tl.constexpr,
     DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Programs: (chunk, batch row and value head, block of BK channels).
+    """Programs: (chunk and block of BK channels, batch row and value head); blocks of a chunk, which read much the
+    same, run at one time.
 
     A decay 2^(G_r - G_i) gives what it is worth to G_r and takes it from G_i, so the gradient of G is elementwise: row
     factors times their gradients, less those of the columns. Both use the rounded factors that the products used, so
@@ -44,10 +45,9 @@ def kda_backward_keys(
     of A_log before it, for each value head and block. With one gate for a head, scalar_grads [K / BK, C], float32, gets
     the gradients of the log decays instead.
     """
-    chunk = tl.program_id(0)
-    lane = tl.program_id(1).to(tl.int64)
-    block = tl.program_id(2)
     PARTS: tl.constexpr = K // BK
+    chunk, block = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
+    lane = tl.program_id(1).to(tl.int64)
     batch, value_head = lane // VALUE_HEADS, lane % VALUE_HEADS
     rows = chunk * C + tl.arange(0, C)
     valid = rows < length

@@ -28,7 +28,7 @@ MIDDLE_LIMIT = 80.0
 class Launch:
     """Warps and tile widths of every kernel, chosen on an H200; they change speed only."""
 
-    prepare_warps: int = 8
+    prepare_warps: int = 4
     prepare_channels: int = 64
     prepare_rows: int = 32
     chunk_warps: int = 8
@@ -44,7 +44,7 @@ class Launch:
     keys_channels: int = 32
     keys_registers: int | None = 128
     rows_warps: int = 4
-    rows_rows: int = 16
+    rows_rows: int = 32
     conv_rows: int = 32
     conv_repeats: int = 16
     conv_warps: int = 4
@@ -184,7 +184,7 @@ def backward(grad_y: Tensor, inputs: Inputs, launch: Launch = LAUNCH) -> tuple[T
         **_taken(kda_backward_values, constants), BK=min(launch.values_channels, value_width),
         num_warps=launch.values_warps,
     )  # fmt: skip
-    kda_backward_keys[(*grid, parts)](
+    kda_backward_keys[(chunks * parts, batch * heads)](
         inputs.gate, inputs.A_log, inputs.dt_bias, documents, factors.unit_q, factors.unit_k, factors.sums,
         factors.inverse, factors.pairs, diagonals, ranges, factors.states, factors.updates, grad_o, grad_updates,
         grad_states, grad_q, grad_k, grad_gate, by_row, partials, scalar_grads, length, chunks,

@@ -41,8 +41,8 @@ def test_errors_stay_near_those_of_the_reference(length: int, settings: dict[str
     assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
     ours = kda_cases.errors(found, truth)
     eager = kda_cases.errors([ops.kda(*arguments), *ops.kda_backward(grad, *arguments)], truth)
-    # Measured on an H200: the output and most gradients within 1.65 of eager, gate and dt_bias within 5.5. The gradient
-    # of A_log is one sum over everything that mostly cancels: its relative error says little.
+    # Measured on an H200: the output and all gradients within 2.0 of eager, most within 1.4. The gradient of A_log is
+    # one sum over everything that mostly cancels: its relative error says little.
     for name in ours:
-        factor = {"gate": 4.0, "dt_bias": 7.0, "A_log": 40.0}.get(name, 2.0)
+        factor = 40.0 if name == "A_log" else 2.0
         assert ours[name] <= factor * eager[name] + 1e-3, (name, ours[name], eager[name])
