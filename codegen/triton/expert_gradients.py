@@ -48,12 +48,24 @@ def expert_weight_gradient(
             x = tl.load(from_left + rows * height, mask=(rows < end) & in_left[None, :], other=0.0)
             y = tl.load(from_right + rows * width, mask=(rows < end) & in_right[None, :], other=0.0)
             value = tl.dot(x.T, y, value, input_precision=PRECISION)
-        places = (expert.to(tl.int64) * height + m + tl.arange(0, ROWS))[:, None] * width
-        places += n + tl.arange(0, COLUMNS)[None, :]
-        inside = in_left[:, None] & in_right[None, :]
-        if ADD:
-            value += tl.load(result + places, mask=inside, other=0.0)
-        tl.store(result + places, value.to(result.dtype.element_ty), mask=inside)
+        # In two halves: what is added to would not fit beside the whole sum.
+        halves = value.reshape(ROWS, 2, COLUMNS // 2).permute(0, 2, 1).split()
+        for half in tl.static_range(2):
+            _store_half(
+                halves[half], result, expert, m, n + half * (COLUMNS // 2), height, width, ADD, ROWS, COLUMNS // 2
+            )
+
+
+@triton.jit
+def _store_half(
+    value, result, expert, m, n, height, width, ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    rows, columns = m + tl.arange(0, ROWS), n + tl.arange(0, COLUMNS)
+    places = (expert.to(tl.int64) * height + rows)[:, None] * width + columns[None, :]
+    inside = (rows < height)[:, None] & (columns < width)[None, :]
+    if ADD:
+        value += tl.load(result + places, mask=inside, other=0.0)
+    tl.store(result + places, value.to(result.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -91,28 +91,39 @@ def poisoned() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = True
 
 
-def padding(launch: Launch) -> None:
+# Rows of each expert: none for some, the first or the last, all but one, all.
+COUNTS = ((3, 0, 17, 21, 0, 9), (0, 1, 7, 8, 9, 0), (0, 0, 50, 0, 0, 0), (0, 0, 0, 0, 0, 0))
+
+
+def padding(launch: Launch, counts: Sequence[int]) -> None:
     """Rows behind the last group, as an exchange leaves them, hold anything: they give zeros and no gradient."""
     case = CASES["weights before, invented"]
     given = operands(case, torch.float32)
+    offsets = torch.tensor(counts).cumsum(0).int()
+    end = int(offsets[-1])
+    rows = torch.randn(end + 40, case.width, generator=torch.Generator().manual_seed(1))
+    rows[end:] = float("nan")
     epilogue = ACTIVATIONS[case.activation].epilogue
-    offsets = torch.tensor([3, 3, 20, 41, 41, 50], dtype=torch.int32)
-    rows = torch.randn(90, case.width)
     form = {"transposed": False, "interleaved": False, "epilogue": epilogue, "launch": launch}
-    whole = kernels.up(rows[:50], given.up, offsets, given.up_bias, **form)
-    rows[50:] = float("nan")
     pre, act = kernels.up(rows, given.up, offsets, given.up_bias, **form)
-    assert torch.equal(pre[:50], whole[0])
-    assert torch.equal(act[:50], whole[1])
-    assert not pre[50:].any()
-    assert not act[50:].any()
+    assert given.up_bias is not None
+    groups = [
+        part.double() @ given.up[expert].double().t() + given.up_bias[expert].double()
+        for expert, part in enumerate(rows[:end].split(list(counts)))
+    ]
+    assert distance(pre, torch.cat([*groups, torch.zeros(40, pre.shape[1])])) <= BOUNDS[torch.float32]
+    assert not act[end:].any()
     grad_pre, again, nothing = kernels.down_backward(rows, given.down, offsets, pre, **form)
     assert not nothing.numel()
-    assert not grad_pre[50:].any()
-    assert distance(again[:50], act[:50]) <= BOUNDS[torch.float32]
-    grad_pre[50:] = float("nan")
-    assert kernels.weight_gradient(grad_pre, rows, offsets, transposed=False, launch=launch).isfinite().all()
-    assert kernels.bias_gradient(grad_pre, offsets, launch=launch).isfinite().all()
+    assert not grad_pre[end:].any()
+    assert distance(again[:end], act[:end]) <= BOUNDS[torch.float32]
+    grad_pre[end:] = float("nan")
+    left, right = (part.split(list(counts)) for part in (grad_pre[:end].double(), rows[:end].double()))
+    truth = torch.stack([a.t() @ b for a, b in zip(left, right, strict=True)])
+    found = kernels.weight_gradient(grad_pre, rows, offsets, transposed=False, launch=launch)
+    assert distance(found, truth) <= BOUNDS[torch.float32]
+    sums = torch.stack([part.sum(0) for part in left])
+    assert distance(kernels.bias_gradient(grad_pre, offsets, launch=launch), sums) <= BOUNDS[torch.float32]
 
 
 def placed_elsewhere(dtype: torch.dtype, launch: Launch, device: str) -> None:
@@ -137,7 +148,8 @@ def main(device: str, dtype: torch.dtype, names: Sequence[str]) -> None:
     poisoned()
     cases, launch = (CASES, SMALL) if device == "cpu" else (LARGE, LAUNCH)
     if device == "cpu" and dtype == torch.float32:
-        padding(launch)
+        for counts in COUNTS:
+            padding(launch, counts)
     placed_elsewhere(dtype, launch, device)
     print(json.dumps({name: errors(cases[name], dtype, launch, device) for name in names or cases}))
 
