@@ -14,7 +14,7 @@ _BYTES = 256
 
 
 def random_batches(
-    plan: Plan, vocabulary: int | None, seed: int, images: tuple[int, int] | None = None
+    plan: Plan, vocabulary: int | None, seed: int, images: tuple[int, int] | None = None, ranks: int = 1
 ) -> Iterator[dict[str, Tensor]]:
     """Endless batches on the CPU for a plan, the same for the same seed.
 
@@ -23,7 +23,8 @@ def random_batches(
     uneven lengths, single tokens among them. A dynamic length is drawn anew for each batch.
 
     images: (placeholder token, width of a feature) of a model that takes them. A plan with image tokens gets that many
-    placeholders per microbatch, anywhere, without labels, and a normally distributed feature for each.
+    placeholders per microbatch, anywhere, without labels, and a normally distributed feature for each. ranks: that
+    share the rows later, each with as many placeholders.
     """
     generator = torch.Generator().manual_seed(seed)
     size = vocabulary or _BYTES
@@ -44,7 +45,9 @@ def random_batches(
         labels[..., 0, start : start + shape[2] // 8] = IGNORED
         batch = {"input_ids": tokens, "labels": labels}
         if plan.image_tokens and images is not None:
-            batch["image_features"] = _place_images(tokens, labels, plan.image_tokens, images, size, generator)
+            ids, targets = (value.view(shape[0] * ranks, -1, shape[2]) for value in (tokens, labels))
+            features = _place_images(ids, targets, plan.image_tokens // ranks, images, size, generator)
+            batch["image_features"] = features.view(shape[0], -1, images[1])
         starts = torch.zeros(shape, dtype=torch.bool)
         if plan.packing:
             # Boundaries come in bursts: documents of one or two tokens beside long ones.

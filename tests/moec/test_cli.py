@@ -13,7 +13,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from moec.cli import app
+from moec.runtime import StepState, export_weights
+from moec.targets import build_target
 
+ROOT = Path(__file__).parents[2]
 FACTORY = "tests.moec.small_models:make"
 SMALL_PLAN = ["--set", "batch=2", "--set", "length=32"]
 
@@ -232,6 +235,29 @@ def test_verify_shows_on_a_terminal_what_it_does_and_nothing_elsewhere() -> None
     arguments = ["verify", FACTORY, *SMALL_PLAN, "--steps", "1"]
     assert f"verifying {FACTORY}: compiling" in CliRunner(env={"FORCE_COLOR": "1"}).invoke(app, arguments).stdout
     assert "verifying" not in run(*arguments).output
+
+
+def test_verify_compares_simulated_ranks_with_one() -> None:
+    result = run("verify", FACTORY, *SMALL_PLAN, "--steps", "2", "--lockstep", "3", "--set", "mesh.prefetch=2")
+    assert result.exit_code == 0, result.output
+    assert "3 ranks (ep 1) against one" in result.stdout
+    assert result.stdout.splitlines()[-1].strip() == "equal"
+    assert run("verify", FACTORY, "--lockstep", "2", "--ranks", "2").exit_code == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", ["seed", "weights"])
+def test_verify_compares_real_ranks_with_one(start: str, tmp_path: Path) -> None:
+    """Ranks that hold no whole model start from the same weights as the one that does."""
+    given: list[str | Path] = ["--seed", "3"]
+    if start == "weights":
+        path = export_weights(StepState.from_module(build_target(FACTORY, seed=7)), tmp_path / "w.safetensors")
+        given = ["--weights", path]
+    command = [sys.executable, "-m", "moec", "verify", FACTORY, *SMALL_PLAN, "--steps", "2", "--ranks", "2", *given]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 ranks (ep 1) against one" in done.stdout
+    assert done.stdout.splitlines()[-1].strip() == "equal"
 
 
 def test_verify_of_a_difference_exits_with_1(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import torch
 import moec
 from moec.models.k3.model import K3Model
 from moec.placing import UnconnectedStep
-from moec.rank_checks import joined_batches, joined_plan, verify_lockstep
+from moec.rank_checks import REDUCED, joined_batches, joined_plan, verify_lockstep
 from tests.moec.small_models import SMALL_K3
 from tests.ranks.models import HUGGINGFACE, MESHES, PRESETS, model_of, needs_transformers, plan_of
 
@@ -61,6 +61,33 @@ def test_experts_that_do_not_divide_are_sharded_further(
     model = K3Model(replace(SMALL_K3, experts=experts)).train()
     report = verify_lockstep(model, plan_of(fsdp, ep, packing=True, **mesh))
     assert report.equal, str(report)
+
+
+def test_image_features_on_ranks() -> None:
+    """Each rank has as many placeholders in its rows, and takes the features of its own."""
+    torch.manual_seed(0)
+    model = K3Model(replace(SMALL_K3, image_token=7)).train()
+    plan = replace(plan_of(2, 2, length=16), batch=2, accumulation=2, image_tokens=3)
+    report = verify_lockstep(model, plan, steps=2)
+    assert report.equal, str(report)
+
+
+@pytest.mark.slow
+def test_half_precision_on_ranks() -> None:
+    torch.manual_seed(0)
+    model = K3Model(SMALL_K3).to(torch.bfloat16).train()
+    report = verify_lockstep(model, replace(plan_of(4, 2, length=16), dtype="bfloat16"), steps=2)
+    assert report.equal, str(report)
+
+
+@pytest.mark.slow
+def test_gradients_summed_in_half_precision() -> None:
+    """They are those of one rank but for one rounding of each part, which shows."""
+    torch.manual_seed(0)
+    report = verify_lockstep(K3Model(SMALL_K3).train(), plan_of(4, 2, length=16, reduce_dtype="bfloat16"), steps=2)
+    assert report.equal, str(report)
+    errors = [one.error for one in report.comparisons if one.kind == "gradient"]
+    assert 2.0**-12 < max(errors) < REDUCED
 
 
 @pytest.mark.slow
