@@ -6,7 +6,8 @@
 Four layers of `k3-mini` (three KDA, one of full attention, three of them with experts), and two Hugging Face models of
 like size, divided by `--scale` in every width. On CUDA the measure is `torch.cuda.max_memory_allocated` of a step after
 one that warms up, beyond what the libraries hold between steps (their workspaces, which are reported); on a CPU it is
-a count of all allocations. What would begin after `--seconds` is left out.
+a count of all allocations. What would begin after `--seconds` is left out. `--processes` run at a time, each with a
+model of its own.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ import argparse
 import dataclasses
 import gc
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
+import gpu_workers
 import torch
 from record import write_result
 from torch import nn
@@ -42,20 +43,19 @@ def main() -> None:
     parser.add_argument("--scale", type=int, default=1)
     parser.add_argument("--only", nargs="*", default=list(CASES))
     parser.add_argument("--seconds", type=float, default=1e9)
+    parser.add_argument("--processes", type=int, default=1)
     options = parser.parse_args()
-    started, rows = time.monotonic(), []
+    workers, rows = gpu_workers.Workers(options.processes, options.processes, options.seconds), []
     for name in options.only:
-        if time.monotonic() - started > options.seconds:
+        workers.add(name, compare, name, options.device, options.scale)
+    for name, found in workers.results():
+        if found is None:
             print(f"left out: {name}", flush=True)
             continue
-        try:
-            rows.append(compare(name, options.device, options.scale))
-        except Exception as error:
-            rows.append({"plan": name, "error": f"{type(error).__name__}: {str(error).splitlines()[0]}"})
+        rows.append({"plan": name, "error": found} if isinstance(found, str) else found)
         print(rows[-1], flush=True)
-        gc.collect()
-        if options.device == "cuda":
-            torch.cuda.empty_cache()
+    workers.close()
+    rows.sort(key=lambda row: options.only.index(row["plan"]))
     print(write_result(f"memory_{options.device}", " ".join(["python", *sys.argv]), rows))
 
 
@@ -90,12 +90,18 @@ def recomputed(path: str) -> CachePlan:
     return CachePlan(policy=(CacheRule("recompute", path),))
 
 
+OUT = (CacheRule("offload"), CacheRule("offload", "*", "input"))
+MIXED = (CacheRule("offload", "layers.*.feed_forward"), CacheRule("recompute", "layers.*.attention"))
 B = Plan(batch=2, length=2048, dtype="bfloat16")
 CASES: dict[str, tuple[Make, Plan]] = {
     "keep all": (k3(), B),
     "recompute all": (k3(), dataclasses.replace(B, cache=recomputed("layers.*"))),
     "recompute feed-forwards": (k3(), dataclasses.replace(B, cache=recomputed("layers.*.feed_forward"))),
     "recompute attention": (k3(), dataclasses.replace(B, cache=recomputed("layers.*.attention"))),
+    "offload all": (k3(), dataclasses.replace(B, cache=CachePlan(policy=(CacheRule("offload"),)))),
+    "offload all and inputs": (k3(), dataclasses.replace(B, cache=CachePlan(policy=OUT))),
+    "offload feed-forwards, recompute attention": (k3(), dataclasses.replace(B, cache=CachePlan(policy=MIXED))),
+    "offload, three microbatches": (k3(), dataclasses.replace(B, accumulation=3, cache=CachePlan(policy=OUT))),
     "three microbatches": (k3(), dataclasses.replace(B, accumulation=3)),
     "packed": (k3(), dataclasses.replace(B, packing=True)),
     "one long row": (k3(), dataclasses.replace(B, batch=1, length=8192)),
@@ -104,6 +110,7 @@ CASES: dict[str, tuple[Make, Plan]] = {
     "grouped-query attention": (k3(full_attention="gqa", full_attention_layers=(2, 4)), B),
     "float32": (k3(), dataclasses.replace(B, dtype="float32", length=1024)),
     "mixtral": (huggingface("mixtral"), B),
+    "mixtral offloaded": (huggingface("mixtral"), dataclasses.replace(B, cache=CachePlan(policy=OUT))),
     "gpt_oss recomputed": (huggingface("gpt_oss"), dataclasses.replace(B, cache=recomputed("*"))),
     "deepseek_v3": (huggingface("deepseek_v3"), B),
 }
@@ -111,6 +118,11 @@ CASES: dict[str, tuple[Make, Plan]] = {
 
 def compare(name: str, device: str, scale: int) -> dict[str, Any]:
     """One row: bytes predicted and found, and their ratio."""
+    with gpu_workers.room(), gpu_workers.device():
+        return _compared(name, device, scale)
+
+
+def _compared(name: str, device: str, scale: int) -> dict[str, Any]:
     make, plan = CASES[name]
     plan = dataclasses.replace(plan, length=max(16, plan.length // scale))
     torch.manual_seed(0)

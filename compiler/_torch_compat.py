@@ -64,6 +64,7 @@ __all__ = [
     "register_process_group",
     "set_grad_enabled_op",
     "set_process_group_timeout",
+    "spin",
     "unregister_process_group",
     "unset_fake_temporarily",
 ]
@@ -78,3 +79,9 @@ def has_kernel(op: OpOverload, device: str) -> bool:
     """Whether an op runs on "cpu" or "cuda"; True for other devices, and where this torch was built without CUDA."""
     keys = {"cpu": "CPU"} | ({"cuda": "CUDA"} if torch.backends.cuda.is_built() else {})
     return device not in keys or _dispatch_has_computed_kernel_for_dispatch_key(op.name(), keys[device])
+
+
+def spin(device: torch.device, seconds: float) -> None:
+    """Let a GPU do nothing for about so long, at its highest clock, before what is enqueued next."""
+    with torch.cuda.device(device):
+        torch.cuda._sleep(int(2e9 * seconds))

@@ -24,13 +24,17 @@ SMALLEST_OFFLOAD = 1 << 20
 
 @dataclass(frozen=True)
 class Value:
-    """One forward value. maker: number of the op that makes it. needed: whether the backward itself reads it."""
+    """One forward value. maker: number of the op that makes it. needed: whether the backward itself reads it.
+
+    copies: seconds that copying it out and back takes from the compute beside it.
+    """
 
     name: str
     bytes: int
     maker: int
     needed: bool
     may_offload: bool
+    copies: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -82,10 +86,16 @@ def layer_problem(joint: Joint, layers: int, device: Hardware, changing: Collect
             makers[_maker(node)],
             numbers[node] in needed,
             may_offload(node) and nbytes(node.meta["val"]) >= SMALLEST_OFFLOAD,
+            2 * copy_seconds(node, device),
         )
         for node in made
     ]
     return LayerProblem(tuple(values), tuple(ops), layers)
+
+
+def copy_seconds(node: fx.Node, device: Hardware) -> float:
+    """What one copy over the host link takes from the compute: its device memory's bandwidth, and a launch."""
+    return nbytes(node.meta["val"]) / device.hbm_bytes + device.launch_seconds
 
 
 def _maker(node: fx.Node) -> fx.Node:

@@ -1,6 +1,7 @@
 """Choose what to keep, offload and recompute: the least time within a limit on kept and on offloaded bytes.
 
-The model of a microbatch's time, for layers that keep k, offload o bytes and recompute for r seconds in all:
+The model of a microbatch's time, for layers that keep k, offload o bytes, and for r seconds recompute and share the
+device's memory with copies:
 
     max(forward, o / link) + max(backward + r, o / link)        k <= kept bytes that fit, o <= host bytes
 
@@ -69,9 +70,12 @@ class Solution:
         return self.seconds / self.bound - 1 if self.bound else 0.0
 
 
-def solve(problems: Sequence[LayerProblem], limits: Limits) -> Solution | None:
-    """The best choice, or None where the limits leave none."""
-    ways = [_first_ways(problem) for problem in problems]
+def solve(problems: Sequence[LayerProblem], limits: Limits, ways: Sequence[list[Way]] | None = None) -> Solution | None:
+    """The best choice, or None where the limits leave none.
+
+    ways: known of each problem (`first_ways`, or what an earlier call left there); what is found is added.
+    """
+    ways = [first_ways(problem) for problem in problems] if ways is None else ways
     bound = float("inf")
     for _ in range(_ROUNDS):
         found = _fractions(problems, ways, limits)
@@ -103,7 +107,7 @@ def best_way(problem: LayerProblem, second: float, kept: float, offloaded: float
     cost = np.concatenate(
         [
             [kept * v.bytes for v in problem.values],
-            [offloaded * v.bytes for v in problem.values],
+            [offloaded * v.bytes + second * v.copies for v in problem.values],
             [second * op.seconds for op in problem.ops],
         ]
     )
@@ -157,10 +161,11 @@ def _way(problem: LayerProblem, kept: Sequence[bool], offloaded: Sequence[bool],
             decisions.append((index, "recompute"))
     sizes = {way: sum(problem.values[i].bytes for i, d in decisions if d == way) for way in ("keep", "offload")}
     seconds = sum(op.seconds for op, runs in zip(problem.ops, again, strict=True) if runs)
+    seconds += sum(problem.values[index].copies for index, decision in decisions if decision == "offload")
     return Way(tuple(decisions), sizes["keep"], sizes["offload"], seconds)
 
 
-def _first_ways(problem: LayerProblem) -> list[Way]:
+def first_ways(problem: LayerProblem) -> list[Way]:
     """Keep all; least kept with any time; least kept without a copy; recompute nothing and offload what may be."""
     prices = ((1.0, 1e-15, 1.0), (1e-6, 1.0, 1e-9), (1e-9, 1.0, 2.0), (1e9, 1.0, 1e-9))
     return list(dict.fromkeys(best_way(problem, *price) for price in prices))
@@ -309,6 +314,7 @@ def _exact(problems: Sequence[LayerProblem], limits: Limits, bound: float) -> So
             kept |= {first + i: -value.bytes / unit for i, value in enumerate(problem.values)}
             offloaded |= {first + count + i: -value.bytes / unit for i, value in enumerate(problem.values)}
             again |= {first + 2 * count + i: -op.seconds for i, op in enumerate(problem.ops)}
+            again |= {first + count + i: -value.copies for i, value in enumerate(problem.values)}
     end = len(upper)
     matrix.add(kept, -limits.kept / unit)
     if np.isfinite(limits.host):

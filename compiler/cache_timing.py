@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from moec.compiler.cache_problem import copy_seconds
 from moec.compiler.cache_schedule import END, CacheSchedule
 from moec.compiler.cost import node_cost
 from moec.compiler.dialect.registry import nbytes
@@ -51,10 +52,39 @@ class Call:
     copy: float
 
 
-def cache_timing(templates: Mapping[str, Partitioned], outer: Partitioned, device: Hardware) -> Timing:
+class Clock:
+    """Seconds of ops and graphs on a device; each is found once, so no graph may change in between."""
+
+    def __init__(self, device: Hardware) -> None:
+        self.device = device
+        self._ops: dict[fx.Node, float] = {}
+        self._graphs: dict[fx.Graph, float] = {}
+
+    def op(self, node: fx.Node) -> float:
+        """At least as long as its launch; of copies to and from the host, what they take from the compute."""
+        if node not in self._ops:
+            self._ops[node] = self._seconds(node)
+        return self._ops[node]
+
+    def _seconds(self, node: fx.Node) -> float:
+        if node.op != "call_function":
+            return 0.0
+        if node.target in _COPIES:
+            return copy_seconds(node, self.device)
+        cost = node_cost(node, self.device)
+        return max(cost.seconds, cost.launches * self.device.launch_seconds)
+
+    def graph(self, graph: fx.Graph) -> float:
+        """All ops one after the other."""
+        if graph not in self._graphs:
+            self._graphs[graph] = sum(self.op(node) for node in graph.nodes)
+        return self._graphs[graph]
+
+
+def cache_timing(templates: Mapping[str, Partitioned], outer: Partitioned, clock: Clock) -> Timing:
     """The schedule of a program's copies and its time on a device."""
-    forward, forward_seconds = _clock(outer.forward, {n: p.forward for n, p in templates.items()}, device)
-    backward, backward_seconds = _clock(outer.backward, {n: p.backward for n, p in templates.items()}, device)
+    forward, forward_seconds = _calls(outer.forward, {n: p.forward for n, p in templates.items()}, clock)
+    backward, backward_seconds = _calls(outer.backward, {n: p.backward for n, p in templates.items()}, clock)
     release, forward_wait = releases(forward, forward_seconds)
     prefetch, backward_wait = prefetches(backward)
     schedule = CacheSchedule(release, prefetch)
@@ -91,33 +121,21 @@ def prefetches(calls: Sequence[Call]) -> tuple[dict[str, tuple[str, ...]], float
     return found, wait
 
 
-def compute_seconds(graph: fx.Graph, device: Hardware) -> float:
-    """Of all ops one after the other, each at least as long as its launch; copies to the host run beside them."""
-    return sum(_seconds(node, device) for node in graph.nodes if node.op == "call_function")
-
-
-def _seconds(node: fx.Node, device: Hardware) -> float:
-    if node.target in _COPIES:
-        return 0.0
-    cost = node_cost(node, device)
-    return max(cost.seconds, cost.launches * device.launch_seconds)
-
-
 def copied_bytes(graph: fx.Graph) -> int:
     """What one run of a graph moves over the host link."""
     return sum(nbytes(node.meta["val"]) for node in graph.nodes if node.target in _COPIES)
 
 
-def _clock(outer: fx.Graph, layers: Mapping[str, fx.Graph], device: Hardware) -> tuple[list[Call], float]:
+def _calls(outer: fx.Graph, layers: Mapping[str, fx.Graph], clock: Clock) -> tuple[list[Call], float]:
     """The calls of layers on the clock of one direction, and when it ends."""
-    seconds = {name: compute_seconds(graph, device) for name, graph in layers.items()}
-    copies = {name: copied_bytes(graph) / device.host_bytes for name, graph in layers.items()}
+    copies = {name: copied_bytes(graph) / clock.device.host_bytes for name, graph in layers.items()}
     calls, now = [], 0.0
     for node in outer.nodes:
         if node.target in (_OPS.region.default, _OPS.region_backward.default):
             name, path = str(node.args[0]), str(node.args[1])
-            calls.append(Call(path, now, now + seconds[name], copies[name]))
-            now += seconds[name]
-        elif node.op == "call_function":
-            now += _seconds(node, device)
+            seconds = clock.graph(layers[name])
+            calls.append(Call(path, now, now + seconds, copies[name]))
+            now += seconds
+        else:
+            now += clock.op(node)
     return calls, now

@@ -4,7 +4,8 @@
 2. HBM bytes are what each op reads and writes, as if nothing were cached in between. An op that is not a view counts as
    one launch: a fused kernel; an op's reference implementation launches more, and moves more.
 3. Network bytes, and bytes over the host link, come from tables of the ops that move them.
-4. An op takes as long as the slowest of these at the device's rates; a graph takes as long as its ops one after the
+4. An op takes as long as was measured of such a call (`op_times.py`), else as long as the slowest of these at the
+   device's rates; a graph takes as long as its ops one after the
    other, or as the host needs to launch them. Neither overlap nor Python is counted.
 
 A symbolic size counts by its hint, the size it had when the graph was traced.
@@ -24,6 +25,7 @@ from moec.compiler.dialect._define import NEEDED
 from moec.compiler.dialect.registry import lookup, nbytes, size_hint
 from moec.compiler.hardware import Hardware, hardware
 from moec.compiler.nodes import bound_args
+from moec.compiler.op_times import call_key
 from moec.compiler.region_op import region
 
 aten = torch.ops.aten
@@ -86,13 +88,14 @@ def node_cost(node: fx.Node, device: Hardware) -> Cost:
         return Cost()
     flops, moved = node_flops(node), node_bytes(node)
     host, network = (_moved(table, node) for table in (HOST_BYTES, NETWORK_BYTES))
+    measured = device.times.get(call_key(node)) if device.times else None
     seconds = max(
         flops / device.flops_of(_dtype(node)),
         moved / device.hbm_bytes,
         host / device.host_bytes,
         network / device.network_bytes,
     )
-    return Cost(seconds, flops, moved, host, network, 1)
+    return Cost(seconds if measured is None else measured, flops, moved, host, network, 1)
 
 
 def _moved(table: dict[OpOverload, BytesRule], node: fx.Node) -> float:

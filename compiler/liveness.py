@@ -49,22 +49,37 @@ class Liveness:
     outputs: tuple[fx.Node, ...]
 
 
-def liveness(graph: fx.Graph, workspaces: Workspaces, granularity: int, kept: Iterable[fx.Node] = ()) -> Liveness:
-    """The instructions of a lowered graph. kept: values that outlive the function, beside none."""
-    outputs = tuple(kept)
-    order = _statement_order(graph)
-    dies = _deaths(graph, order, {*outputs})
-    instructions = [
-        Instruction(
-            node,
-            _shares_memory(node),
-            None if _shares_memory(node) else _sizes(node.meta.get("val"), granularity),
-            workspaces.of(node),
-            tuple(dies.get(node, ())),
-        )
-        for node in order
-    ]
-    return Liveness(tuple(instructions), tuple(graph.find_nodes(op="placeholder")), outputs)
+class Lives:
+    """The instructions of graphs; each graph is read once, so none may change in between.
+
+    granularity: bytes of which every allocation is a multiple (`Hardware.allocation_bytes`).
+    """
+
+    def __init__(self, granularity: int = 1) -> None:
+        self.granularity = granularity
+        self._workspaces = Workspaces(granularity)
+        self._known: dict[fx.Graph, Liveness] = {}
+
+    def of(self, graph: fx.Graph, kept: Iterable[fx.Node] = ()) -> Liveness:
+        """The instructions of a lowered graph. kept: values that outlive the function, beside none."""
+        if graph not in self._known:
+            self._known[graph] = self._read(graph, tuple(kept))
+        return self._known[graph]
+
+    def _read(self, graph: fx.Graph, outputs: tuple[fx.Node, ...]) -> Liveness:
+        order = _statement_order(graph)
+        dies = _deaths(graph, order, {*outputs})
+        instructions = [
+            Instruction(
+                node,
+                _shares_memory(node),
+                None if _shares_memory(node) else _sizes(node.meta.get("val"), self.granularity),
+                self._workspaces.of(node),
+                tuple(dies.get(node, ())),
+            )
+            for node in order
+        ]
+        return Liveness(tuple(instructions), tuple(graph.find_nodes(op="placeholder")), outputs)
 
 
 def _statement_order(graph: fx.Graph) -> list[fx.Node]:

@@ -10,6 +10,7 @@ The update works in place and holds less than forward and backward, so it is lef
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,45 +22,36 @@ from moec.compiler.cache_schedule import END
 from moec.compiler.collectives import WAIT
 from moec.compiler.dialect.registry import nbytes
 from moec.compiler.differentiate import is_getitem
-from moec.compiler.liveness import Instruction, Liveness, liveness
+from moec.compiler.liveness import Instruction, Liveness, Lives
 from moec.compiler.memory import MemoryPlan, ProgramParts, StateBytes
 from moec.compiler.partition import Partitioned
 from moec.compiler.storages import Storages, parked_in
-from moec.compiler.workspace import Workspaces
 
 _OPS = torch.ops.moec
 _REDUCE = torch.ops._c10d_functional.reduce_scatter_tensor.default
 
 
-def predict_memory(
-    program: ProgramParts, state: StateBytes, granularity: int = 1, workspaces: Workspaces | None = None
-) -> MemoryPlan:
-    """Replay one step. granularity: bytes of which every allocation is a multiple (`Hardware.allocation_bytes`).
-
-    workspaces: of the same granularity, for a program that is replayed in several forms.
-    """
-    return _Replay(program, state, granularity, workspaces or Workspaces(granularity)).run()
+def predict_memory(program: ProgramParts, state: StateBytes, lives: Lives | None = None) -> MemoryPlan:
+    """Replay one step. lives: of the allocator's granularity, for a program that is replayed in several forms."""
+    return _Replay(program, state, lives or Lives()).run()
 
 
 class _Replay:
-    def __init__(self, program: ProgramParts, state: StateBytes, granularity: int, workspaces: Workspaces) -> None:
-        self._program, self._state, self._granularity = program, state, granularity
+    def __init__(self, program: ProgramParts, state: StateBytes, lives: Lives) -> None:
+        self._program, self._state, self._granularity = program, state, lives.granularity
         self._memory = Storages(state.total + program.copies)
         self._gradients: dict[str, int] = {}
         self._saved: dict[str, list[Any]] = {}
-
-        def code(graph: fx.Graph, kept: Sequence[fx.Node]) -> Liveness:
-            return liveness(graph, workspaces, granularity, kept)
-
         parts = {name: layer for name, (_, layer) in program.templates.items()}
         # A function deletes what it was given only in backward.
         self._forward = {
-            name: code(layer.forward, [*_outputs(layer.forward), *layer.forward.find_nodes(op="placeholder")])
+            name: lives.of(layer.forward, [*_outputs(layer.forward), *layer.forward.find_nodes(op="placeholder")])
             for name, layer in parts.items()
         }
-        self._backward = {name: code(layer.backward, _outputs(layer.backward)) for name, layer in parts.items()}
-        self._outer_forward = code(program.outer.forward, _kept(program.outer))
-        self._outer_backward = code(program.outer.backward, ())
+        self._backward = {name: lives.of(layer.backward, _outputs(layer.backward)) for name, layer in parts.items()}
+        self._outer_forward = lives.of(program.outer.forward, _kept(program.outer))
+        self._outer_backward = lives.of(program.outer.backward)
+        self._times_given = Counter(_outputs(program.outer.backward))
 
     def run(self) -> MemoryPlan:
         memory, saved = self._memory, 0
@@ -109,7 +101,7 @@ class _Replay:
         joint = self._program.outer.joint
         found: dict[fx.Node, list[str]] = {}
         for index, node in zip(joint.grads, self._program.outer.backward.output_node().args[0], strict=True):  # type: ignore[arg-type]
-            if isinstance(node, fx.Node) and not _goes_with_layer(node) and not _is_reduced(node):
+            if isinstance(node, fx.Node) and not self._goes_with_layer(node) and not _is_reduced(node):
                 found.setdefault(node, []).append(joint.unit.signature.inputs[index].name)
         return found
 
@@ -159,7 +151,7 @@ class _Replay:
         users = {int(user.args[1]): user for user in node.users if is_getitem(user)}  # type: ignore[arg-type]
         for place, index in enumerate(order):
             value = parts.joint.unit.signature.inputs[index]
-            if value.kind == "weight" and place in users and _goes_with_layer(users[place]):
+            if value.kind == "weight" and place in users and self._goes_with_layer(users[place]):
                 self._accumulate([f"{path}.{value.name}"], users[place])
         return values
 
@@ -249,6 +241,12 @@ class _Replay:
         else:
             self._memory.make(self._gradients[bucket])
 
+    def _goes_with_layer(self, node: fx.Node) -> bool:
+        """Whether a gradient is added to the state together with its whole layer."""
+        if not is_getitem(node) or node.args[0].target is not _OPS.region_backward.default:  # type: ignore[union-attr]
+            return False
+        return self._times_given[node] <= 1 and all(user.op == "output" for user in node.users)
+
     def _sum_bytes(self, node: fx.Node) -> int:
         value = node.meta["val"]
         return nbytes(value) // value.element_size() * max(value.element_size(), torch.float32.itemsize)
@@ -278,15 +276,6 @@ def _kept(outer: Partitioned) -> list[fx.Node]:
 
 def _of_layer(node: fx.Node) -> bool:
     return is_getitem(node) and node.args[0].target is _OPS.region.default  # type: ignore[union-attr]
-
-
-def _goes_with_layer(node: fx.Node) -> bool:
-    """Whether a gradient is added to the state together with its whole layer."""
-    if not is_getitem(node) or node.args[0].target is not _OPS.region_backward.default:  # type: ignore[union-attr]
-        return False
-    outputs = [user for user in node.users if user.op == "output"]
-    uses = [value for user in outputs for value in user.args[0] if value is node]  # type: ignore[union-attr]
-    return len(uses) <= 1 and all(user.op == "output" for user in node.users)
 
 
 def _is_reduced(node: fx.Node) -> bool:

@@ -150,11 +150,13 @@ class CachePlan:
     need more is refused. None sets no limit. host: the same for values that wait in host memory.
     policy: "keep" keeps all, "recompute" recomputes all in layers that may be, "auto" lets a solver choose within the
     limits; or a list of rules, of which the last one that covers a value counts, and others are kept.
+    times: a file of measured times of ops (moec.measure_ops), which "auto" then reckons with.
     """
 
     hbm: int | str | None = None
     host: int | str | None = None
     policy: Literal["keep", "recompute", "auto"] | tuple[CacheRule, ...] = "keep"
+    times: str | None = None
 
     def __post_init__(self) -> None:
         convert_fields(self, "cache.")

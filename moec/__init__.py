@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from moec.compiler.plan import CachePlan, CacheRule, LossPlan, OptimizerPlan, Plan
     from moec.driver import compile
     from moec.loading import load
+    from moec.op_timing import measure_ops
     from moec.step import CompiledStep
     from moec.verification import verify
 
@@ -36,6 +37,7 @@ __all__ = [
     "deferred_init",
     "linear_cross_entropy",
     "load",
+    "measure_ops",
     "token_log_probs",
     "verify",
 ]
@@ -52,6 +54,7 @@ _HOME = {
     "deferred_init": "moec.compiler.deferred",
     "linear_cross_entropy": "moec.codegen.losses",
     "load": "moec.loading",
+    "measure_ops": "moec.op_timing",
     "token_log_probs": "moec.codegen.losses",
     "verify": "moec.verification",
 }

@@ -7,15 +7,16 @@ from collections.abc import Sequence
 from moec.codegen.program import Section
 from moec.compilation import Compilation
 from moec.compiler.cache_schedule import CacheSchedule
-from moec.compiler.cache_timing import Timing, cache_timing
+from moec.compiler.cache_timing import Clock, Timing, cache_timing
 from moec.compiler.errors import PlanError
 from moec.compiler.hardware import hardware
+from moec.compiler.liveness import Lives
 from moec.compiler.memory import MemoryPlan, ProgramParts
 from moec.compiler.memory_replay import predict_memory
 from moec.compiler.memory_table import size_text
+from moec.compiler.op_times import device_of_plan
 from moec.compiler.partition import Partitioned
 from moec.compiler.plan import Plan
-from moec.compiler.workspace import Workspaces
 from moec.passes.cache_search import Parts
 from moec.preflight import device_of_program
 from moec.runtime.footprint import copied_bytes, state_bytes
@@ -36,17 +37,18 @@ class Forecast:
         self._state = state_bytes(inventory, result.buckets, plan.mesh, granularity)
         self._copies = copied_bytes(inventory, result.copied_paths(), granularity)
         self._tied, self._accumulation = result.captured.tied, plan.accumulation
-        self._granularity, self._workspaces = granularity, Workspaces(granularity)
+        self._lives = Lives(granularity)
 
     def of(self, parts: Parts, outer: Partitioned, schedule: CacheSchedule) -> MemoryPlan:
         """What one form holds: layers by template name, the graph around them, and when copies to host memory run."""
         program = ProgramParts(parts, outer, self._tied, self._accumulation, schedule, self._copies)
-        return predict_memory(program, self._state, self._granularity, self._workspaces)
+        return predict_memory(program, self._state, self._lives)
 
 
-def timing_of(sections: Sequence[Section], outer: Partitioned) -> Timing:
+def timing_of(sections: Sequence[Section], outer: Partitioned, plan: Plan) -> Timing:
     """When copies to host memory run, and the time of a microbatch by the costs of its ops."""
-    return cache_timing({section.template.name: section.parts for section in sections}, outer, hardware())
+    templates = {section.template.name: section.parts for section in sections}
+    return cache_timing(templates, outer, Clock(device_of_plan(plan)))
 
 
 def refuse_too_much(memory: MemoryPlan, plan: Plan) -> None:

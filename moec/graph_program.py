@@ -6,8 +6,9 @@ any stage, and a pass on them can be judged by its numbers (stage_ranks.py).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, cast
 
@@ -24,17 +25,22 @@ Saved = dict[str, tuple[list[Any], list[Any]]]
 """Path of a layer, "" for the outer graph -> its saved values, and its inputs."""
 
 Reader = Callable[[str, int], Any]
+Around = Callable[[fx.Node, Callable[[], Any]], Any]
 Caller = Callable[[fx.Node, tuple[Any, ...]], list[Any]]
 
 
 @dataclass
 class GraphProgram:
-    """sections, outer: the partitioned graphs. results: what outer gives. emitted: gives `update`."""
+    """sections, outer: the partitioned graphs. results: what outer gives. emitted: gives `update`.
+
+    around: runs every op that is no call of a layer, given its node and what runs it.
+    """
 
     sections: Sequence[Section]
     outer: Partitioned
     results: Sequence[OutputValue]
     emitted: ModuleType
+    around: Around = field(default=lambda node, run: run())
 
     def __post_init__(self) -> None:
         self._sections = {section.template.name: section for section in self.sections}
@@ -48,13 +54,13 @@ class GraphProgram:
         def layer(node: fx.Node, args: tuple[Any, ...]) -> list[Any]:
             template, path, inputs, weights = args
             parts = self._sections[template].parts
-            outputs = _run(parts, parts.forward, _layer_reader(state, parts, node, path, weights, inputs))
+            outputs = self._run(parts, parts.forward, _layer_reader(state, parts, node, path, weights, inputs))
             count = len(outputs) - len(parts.saved)
             saved[path] = outputs[count:], inputs
             return outputs[:count]
 
         inputs = [batch.get(value.name) for value in self.outer.joint.unit.signature.inputs if value.kind == "input"]
-        outputs = _run(self.outer, self.outer.forward, _outer_reader(state, self.outer, inputs), layer)
+        outputs = self._run(self.outer, self.outer.forward, _outer_reader(state, self.outer, inputs), layer)
         count, written = len(self.outer.joint.results), list(self.outer.joint.buffers)
         saved[""] = outputs[count + len(written) :], inputs
         for name, value in zip(written, outputs[count : count + len(written)], strict=True):
@@ -76,7 +82,7 @@ class GraphProgram:
             kept, inputs = saved.pop(path)
             given = dict(zip(parts.joint.tangents, tangents, strict=True))
             read = _layer_reader(state, parts, node, path, weights, inputs, kept, given)
-            found = dict(zip(parts.joint.grads, _run(parts, parts.backward, read), strict=True))
+            found = dict(zip(parts.joint.grads, self._run(parts, parts.backward, read), strict=True))
             count = len(known.inputs)
             return [found[p - count if p >= count else p + len(known.weights)] for p in known.grad_positions]
 
@@ -86,7 +92,8 @@ class GraphProgram:
             index: torch.ones((), dtype=node.meta["val"].dtype, device=self.DEVICE)
             for index, node in joint.tangents.items()
         }
-        outputs = _run(self.outer, self.outer.backward, _outer_reader(state, self.outer, inputs, kept, seeds), layer)
+        read = _outer_reader(state, self.outer, inputs, kept, seeds)
+        outputs = self._run(self.outer, self.outer.backward, read, layer)
         for index, value in zip(joint.grads, outputs, strict=True):
             wanted = joint.unit.signature.inputs[index]
             if wanted.kind == "shard":
@@ -109,6 +116,9 @@ class GraphProgram:
             for name, value in results.items():
                 totals[name] = totals[name] + value if name in totals else value
         return totals, self.update(state, lr)
+
+    def _run(self, parts: Partitioned, graph: fx.Graph, read: Reader, layer: Caller | None = None) -> list[Any]:
+        return list(_Interpreter(parts.joint.module, graph, read, layer, self.around).run())
 
 
 def _outer_reader(
@@ -165,14 +175,12 @@ def _reader(
     return read
 
 
-def _run(parts: Partitioned, graph: fx.Graph, read: Reader, layer: Caller | None = None) -> list[Any]:
-    return list(_Interpreter(parts.joint.module, graph, read, layer).run())
-
-
 class _Interpreter(fx.Interpreter):
-    def __init__(self, module: fx.GraphModule, graph: fx.Graph, read: Reader, layer: Caller | None) -> None:
+    def __init__(
+        self, module: fx.GraphModule, graph: fx.Graph, read: Reader, layer: Caller | None, around: Around
+    ) -> None:
         super().__init__(module, graph=graph)
-        self._read, self._layer = read, layer
+        self._read, self._layer, self._around = read, layer, around
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op == "placeholder":
@@ -180,7 +188,9 @@ class _Interpreter(fx.Interpreter):
         if n.target in _CALLS and self._layer is not None:
             args, _ = self.fetch_args_kwargs_from_env(n)
             return self._layer(n, args)
-        return super().run_node(n)
+        if n.op != "call_function":
+            return super().run_node(n)
+        return self._around(n, functools.partial(super().run_node, n))
 
 
 _CALLS = {torch.ops.moec.region.default, torch.ops.moec.region_backward.default}

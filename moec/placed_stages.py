@@ -78,7 +78,7 @@ def differentiate_and_place(result: Compilation) -> None:
                     check_lowered(graph, name)
     result.stages["lowered"] = placed_graphs("lowered", everything)
     with timed(log, "memory"):
-        result.timing = timing_of(result.sections, result.outer)
+        result.timing = timing_of(result.sections, result.outer, plan)
         parts_by_name = {section.template.name: (section.template, section.parts) for section in result.sections}
         log.memory = forecast.of(parts_by_name, result.outer, result.timing.schedule)
     refuse_too_much(log.memory, plan)

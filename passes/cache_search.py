@@ -18,8 +18,8 @@ import torch
 
 from moec.compiler.cache_problem import LayerProblem, layer_problem
 from moec.compiler.cache_schedule import CacheSchedule
-from moec.compiler.cache_solver import Limits, Solution, Way, best_way, solve
-from moec.compiler.cache_timing import Timing, cache_timing
+from moec.compiler.cache_solver import Limits, Solution, Way, best_way, first_ways, solve
+from moec.compiler.cache_timing import Clock, Timing, cache_timing
 from moec.compiler.errors import PlanError
 from moec.compiler.hardware import Hardware
 from moec.compiler.lower import lower
@@ -35,6 +35,8 @@ Predict = Callable[[Parts, Partitioned, CacheSchedule], MemoryPlan]
 """(templates, outer, timing) -> predicted memory; the caller knows the state and the device."""
 
 _ROUNDS = 5
+_CLOSE = 0.01
+"""So much of what everything kept would take may be left of `hbm`: another round would win little."""
 _REGIONS = (torch.ops.moec.region.default, torch.ops.moec.region_backward.default)
 
 
@@ -57,10 +59,12 @@ class CacheSearch:
         self._outer = partition(program.outer)
         for graph in (self._outer.forward, self._outer.backward):
             lower(graph)
+        self._clock = Clock(device)
         self._parts: dict[tuple[str, Choices], Partitioned] = {}
         self.problems = [
             layer_problem(program.joints[t.unit.name], len(t.calls), device, t.changing) for t in self._templates
         ]
+        self._ways = [first_ways(problem) for problem in self.problems]
 
     def run(self) -> Found:
         """The fastest choice that fits; PlanError with the least memory that was found where none does."""
@@ -75,19 +79,23 @@ class CacheSearch:
             raise self._too_little(best.memory, hbm, host)
         limits = self._limits(best, kept, hbm, host)
         fixed = best.memory.state.total + best.memory.saved - kept
-        bound = solve(self.problems, replace(limits, kept=max(0, hbm - fixed)))
+        bound = self._solve(replace(limits, kept=max(0, hbm - fixed)))
         for _ in range(_ROUNDS):
-            solution = solve(self.problems, limits)
+            solution = self._solve(limits)
             if solution is None:
                 break
             found, kept = self._replay(solution, bound.bound if bound else 0.0)
             if found.memory.peak <= hbm and found.timing.total < best.timing.total:
                 best = found
-            corrected = limits.kept + hbm - found.memory.peak
-            if corrected == limits.kept or (found.memory.peak <= hbm and not self._keeps_less(solution)):
+            left = hbm - found.memory.peak
+            if 0 <= left <= _CLOSE * everything.memory.saved or (left > 0 and not self._keeps_less(solution)):
                 break
+            corrected = limits.kept + left
             limits = replace(limits, kept=corrected)
         return best
+
+    def _solve(self, limits: Limits) -> Solution | None:
+        return solve(self.problems, limits, self._ways)
 
     def _keeps_less(self, solution: Solution) -> bool:
         """Whether anything is not kept."""
@@ -99,19 +107,26 @@ class CacheSearch:
 
     def _least(self, host: int | None) -> Solution:
         """As little kept as the host memory allows, whatever the time."""
-        free = Limits(0.0, float("inf") if host is None else host, 0.0, 0.0, self._device.host_bytes)
-        lowest = 0.0
-        highest = float(sum(v.bytes * p.layers for p in self.problems for v in p.values))
-        solution = solve(self.problems, replace(free, kept=highest))
-        assert solution is not None, "keeping everything is always a way"
+        everywhere, nowhere = (self._least_at(price) for price in (1e-9, 2.0))
+        if host == 0:
+            return nowhere
+        if host is None or sum(way.offloaded * count for ways in everywhere.ways for way, count in ways) <= host:
+            return everywhere
+        free = Limits(0.0, host, 0.0, 0.0, self._device.host_bytes)
+        lowest, highest, solution = 0.0, float(_kept(nowhere)), nowhere
         while highest - lowest > 0.01 * max(highest, 1.0):
             middle = (lowest + highest) / 2
-            found = solve(self.problems, replace(free, kept=middle))
+            found = self._solve(replace(free, kept=middle))
             if found is None:
                 lowest = middle
             else:
                 solution, highest = found, middle
         return solution
+
+    def _least_at(self, offloaded: float) -> Solution:
+        """As little kept as can be at a price of an offloaded byte, where a kept one costs 1 and time costs nothing."""
+        ways = [((best_way(problem, 1e-9, 1.0, offloaded), problem.layers),) for problem in self.problems]
+        return Solution(tuple(ways), 0.0, 0.0)
 
     def _limits(self, found: Found, kept: int, hbm: int, host: int | None) -> Limits:
         seconds = self._plain_seconds()
@@ -123,14 +138,15 @@ class CacheSearch:
         timing = self._timing({call.path: Choices() for t in self._templates for call in t.calls})[2]
         return timing.forward, timing.compute - timing.forward
 
-    def _replay(self, solution: Solution, bound: float) -> tuple[Found, int]:
-        """What a solution takes, and the bytes that its layers keep."""
-        choices = dict(self._assigned(solution))
+    def replay(self, choices: dict[str, Choices], bound: float) -> Found:
+        """What choices take. bound: seconds that no choice can be faster than, 0 where that is not known."""
         parts, outer, timing = self._timing(choices)
         memory = self._predict(parts, outer, timing.schedule)
-        kept = sum(way.kept * count for ways in solution.ways for way, count in ways)
-        gap = max(0.0, timing.total / bound - 1) if bound else 0.0
-        return Found(choices, memory, timing, gap), kept
+        return Found(choices, memory, timing, max(0.0, timing.total / bound - 1) if bound else 0.0)
+
+    def _replay(self, solution: Solution, bound: float) -> tuple[Found, int]:
+        """What a solution takes, and the bytes that its layers keep."""
+        return self.replay(dict(self._assigned(solution)), bound), _kept(solution)
 
     def _timing(self, choices: Mapping[str, Choices]) -> tuple[Parts, Partitioned, Timing]:
         names: dict[tuple[str, Choices], str] = {}
@@ -148,7 +164,7 @@ class CacheSearch:
             for node in graph.nodes:
                 if node.target in _REGIONS:
                     node.args = (of_path[str(node.args[1])], *node.args[1:])
-        timing = cache_timing({name: layer for name, (_, layer) in parts.items()}, self._outer, self._device)
+        timing = cache_timing({name: layer for name, (_, layer) in parts.items()}, self._outer, self._clock)
         return parts, self._outer, timing
 
     def _partitioned(self, template: Template, choices: Choices) -> Partitioned:
@@ -178,6 +194,10 @@ class CacheSearch:
             + (", or raise cache.host" if host is not None else "")
             + ", or make batch or length smaller",
         )
+
+
+def _kept(solution: Solution) -> int:
+    return sum(way.kept * count for ways in solution.ways for way, count in ways)
 
 
 def choices_of(problem: LayerProblem, way: Way) -> Choices:

@@ -13,7 +13,7 @@ from collections import Counter
 from typing import ClassVar
 
 from moec.compiler.cache_choices import choices_by_rules, split_templates
-from moec.compiler.hardware import hardware
+from moec.compiler.op_times import device_of_plan
 from moec.compiler.pass_manager import Change, PassContext, Report
 from moec.compiler.placement import JointProgram, PlacementPass
 from moec.passes.cache_search import CacheSearch, Found
@@ -30,7 +30,7 @@ class PlaceCache(PlacementPass):
         """Choose for every layer; the graphs stay as they are, but for the names of templates."""
         report = Report()
         if context.plan.cache.policy == "auto":
-            search = CacheSearch(program, context.plan.cache, context.facts["predict"], hardware())
+            search = CacheSearch(program, context.plan.cache, context.facts["predict"], device_of_plan(context.plan))
             found = search.run()
             program.choices = split_templates(program, found.choices)
             report.matches.append(Change("", _found_text(found)))

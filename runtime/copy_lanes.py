@@ -68,27 +68,29 @@ def _copy(into: Tensor, source: Tensor, after: Sequence[Event]) -> None:
 
 
 class StreamEvent:
-    """A copy of a `StreamLane`."""
+    """A copy of a `StreamLane`, which the compute stream of its device may wait for."""
 
-    def __init__(self, event: torch.cuda.Event) -> None:
+    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
         self.event = event
+        self._device = device
 
     def done(self) -> bool:
         return self.event.query()
 
     def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self.event)
+        torch.cuda.current_stream(self._device).wait_event(self.event)
 
 
 class StreamLane:
     """Copies in a CUDA stream of its own; host memory that is not pinned makes them wait for each other."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._stream = torch.cuda.Stream(device)
 
     def copy(self, into: Tensor, source: Tensor, after: Sequence[Event] = ()) -> Event:
         # The compute stream made the source, and last used the memory of the target.
-        self._stream.wait_stream(torch.cuda.current_stream())
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
         for event in after:
             assert isinstance(event, StreamEvent)
             self._stream.wait_event(event.event)
@@ -96,4 +98,4 @@ class StreamLane:
             into.copy_(source, non_blocking=True)
             done = torch.cuda.Event()
             done.record(self._stream)
-        return StreamEvent(done)
+        return StreamEvent(done, self._device)

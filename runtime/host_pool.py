@@ -1,12 +1,15 @@
 """A fixed piece of host memory, handed out in blocks and taken back: one allocation for a whole run.
 
-On CUDA it is pinned, so that copies run beside the compute. A block that is given back while a copy still reads it
+On CUDA it is pinned in place, so that copies run beside the compute; torch's own pinned allocator would take the next
+power of two of it. A block that is given back while a copy still reads it
 carries the event of that copy; whoever gets its bytes next waits for it before writing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import warnings
+import weakref
 from dataclasses import dataclass, field
 
 import torch
@@ -37,8 +40,22 @@ class HostPool:
 
     def __post_init__(self) -> None:
         self.capacity = -(-self.capacity // ALIGNMENT) * ALIGNMENT
-        self._memory = _host_memory(self.capacity, self.pin)
+        self._memory = torch.empty(self.capacity, dtype=torch.uint8)
+        if self.pin and self.capacity:
+            self._pin()
         self._free = [Block(0, self.capacity)] if self.capacity else []
+
+    def _pin(self) -> None:
+        reason = pin_memory(self._memory)
+        if not reason:
+            weakref.finalize(self, unpin_memory, self._memory).atexit = False
+            return
+        warnings.warn(
+            f"{self.capacity / 2**30:.3g} GiB of host memory cannot be pinned ({reason}): values go through ordinary "
+            "memory, and the compute waits for every copy. Lower cache.host in the plan, or raise the limit of locked "
+            "memory (ulimit -l)",
+            stacklevel=5,
+        )
 
     def take(self, nbytes: int) -> Block | None:
         """The first block that is long enough, or None."""
@@ -72,16 +89,18 @@ class HostPool:
         return self._memory[block.start : block.start + count].view(dtype).as_strided(size, stride)
 
 
-def _host_memory(capacity: int, pin: bool) -> Tensor:
-    if not pin:
-        return torch.empty(capacity, dtype=torch.uint8)
-    try:
-        return torch.empty(capacity, dtype=torch.uint8, pin_memory=True)
-    except RuntimeError as error:
-        warnings.warn(
-            f"{capacity / 2**30:.3g} GiB of host memory cannot be pinned ({str(error).splitlines()[0]}): values go "
-            "through ordinary memory, and the compute waits for every copy. Lower cache.host in the plan, or raise the "
-            "limit of locked memory (ulimit -l)",
-            stacklevel=2,
-        )
-        return torch.empty(capacity, dtype=torch.uint8)
+def pin_memory(memory: Tensor) -> str:
+    """Pin the memory of a tensor where it lies; why it cannot be, '' where it is. `unpin_memory` before it is freed."""
+    runtime = torch.cuda.cudart()
+    error = runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+    if int(error) == 0:
+        return ""
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda")  # CUDA reports the error once more, behind the next launch
+    return str(runtime.cudaGetErrorString(error))
+
+
+def unpin_memory(memory: Tensor) -> None:
+    """Undo `pin_memory`, behind all copies that the device still has to do."""
+    torch.cuda.synchronize()
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())

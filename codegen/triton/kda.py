@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from moec.codegen.triton.kda_workspace import backward_workspace, forward_workspace
 from moec.compiler import dialect  # noqa: F401  registers moec::kda, whose schemas are used below
 from moec.compiler.dialect._define import only_asked_for
 from moec.compiler.dialect.kda import backward_fake
 from moec.compiler.dialect.registry import size_hint
 from moec.compiler.lower import Implementation, argument_of, register_implementation
+from moec.compiler.workspace import register_workspace
 
 SAFE_PTXAS = (13, 3)
 
@@ -139,3 +141,5 @@ BACKWARD = _define("kda_triton_backward", _REFERENCE_BACKWARD, _backward, _backw
 
 register_implementation(_REFERENCE, Implementation("triton", FORWARD, refusal))
 register_implementation(_REFERENCE_BACKWARD, Implementation("triton", BACKWARD, refusal))
+register_workspace(FORWARD, forward_workspace)
+register_workspace(BACKWARD, backward_workspace)
