@@ -37,6 +37,16 @@ class Choice:
     reason: str
 
 
+DECISIONS = {
+    aten.topk.default,
+    aten.sort.default,
+    aten.sort.stable,
+    aten.argsort.default,
+    aten.argmax.default,
+    aten.argmin.default,
+}
+"""Ops whose indices hang on which of two numbers is larger, beside those of the dialect that say so."""
+
 KEEP = Choice("keep", "backward uses it")
 RECOMPUTE = Choice("recompute", "the plan recomputes it")
 OFFLOAD = Choice("offload", "the plan offloads it")
@@ -152,6 +162,8 @@ def may_recompute(node: fx.Node) -> tuple[bool, str]:
     if definition is not None and not definition.recompute:
         return False, f"{definition.name} is a decision that must be taken once"
     tags = getattr(node.target, "tags", ())
+    if node.target in DECISIONS:
+        return False, "it chooses by comparing, and near-ties may fall another way"
     if torch.Tag.nondeterministic_seeded in tags:
         return False, "it draws random numbers"
     if str(node.target).startswith(("moec.region", "moec::region", "_c10d_functional")):

@@ -57,6 +57,12 @@ def probe_fake() -> bool:
     return isinstance(value, compat.FakeTensor) and value.fake_mode is fakes
 
 
+def probe_spin() -> bool:
+    if torch.cuda.is_available():
+        compat.spin(torch.device("cuda"), 1e-6)
+    return callable(torch.cuda._sleep)
+
+
 def probe_unset_fake() -> bool:
     with mode(), compat.unset_fake_temporarily():
         return torch.ones(2).tolist() == [1.0, 1.0]
@@ -231,6 +237,7 @@ PROBES: dict[str, Callable[[], bool]] = {
     "register_process_group": probe_group_names,
     "set_grad_enabled_op": probe_set_grad_enabled,
     "set_process_group_timeout": probe_group_timeout,
+    "spin": probe_spin,
     "unregister_process_group": probe_group_names,
     "unset_fake_temporarily": probe_unset_fake,
 }

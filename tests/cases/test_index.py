@@ -7,7 +7,6 @@ from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
 WAITING = {
-    28: "recomputation is by rule, and never runs a decision again; the row asks for a solver's plan",
     33: "LoRA through peft",
 }
 
