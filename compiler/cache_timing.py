@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
@@ -20,6 +20,7 @@ from moec.compiler.cache_problem import copy_seconds
 from moec.compiler.cache_schedule import END, CacheSchedule
 from moec.compiler.cost import node_cost
 from moec.compiler.dialect.registry import nbytes
+from moec.compiler.graph import OUTER
 from moec.compiler.hardware import Hardware
 from moec.compiler.partition import Partitioned
 
@@ -29,13 +30,17 @@ _COPIES = {_OPS.offload.default, _OPS.fetch.default}
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one microbatch. compute: of both directions, forward: of one; waits: for copies out, and back."""
+    """Seconds of one microbatch. compute: of both directions, forward: of one; waits: for copies out, and back.
+
+    units: forward and backward of one layer of each template, and under "model" of what is outside of layers.
+    """
 
     compute: float
     forward: float
     forward_wait: float
     backward_wait: float
     schedule: CacheSchedule
+    units: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
     def total(self) -> float:
@@ -88,7 +93,8 @@ def cache_timing(templates: Mapping[str, Partitioned], outer: Partitioned, clock
     release, forward_wait = releases(forward, forward_seconds)
     prefetch, backward_wait = prefetches(backward)
     schedule = CacheSchedule(release, prefetch)
-    return Timing(forward_seconds + backward_seconds, forward_seconds, forward_wait, backward_wait, schedule)
+    units = {n: (clock.graph(p.forward), clock.graph(p.backward)) for n, p in [*templates.items(), (OUTER, outer)]}
+    return Timing(forward_seconds + backward_seconds, forward_seconds, forward_wait, backward_wait, schedule, units)
 
 
 def releases(calls: Sequence[Call], seconds: float) -> tuple[dict[str, tuple[str, ...]], float]:

@@ -37,7 +37,8 @@ class PassLog:
 
     notes: what was swapped before tracing. near_misses: layers that could not be templates. records: the passes.
     placements: unit -> what is kept or computed again. lowering: op -> implementation chosen and why.
-    memory: the prediction for one rank, once the program is known.
+    memory: the prediction for one rank, once the program is known. times: unit -> predicted seconds of forward and of
+    backward, of one layer and microbatch.
     """
 
     notes: list[str] = field(default_factory=list)
@@ -47,6 +48,7 @@ class PassLog:
     lowering: dict[str, str] = field(default_factory=dict)
     stages: list[StageTime] = field(default_factory=list)
     memory: MemoryPlan | None = None
+    times: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def matches(self, name: str) -> list[tuple[str, Change]]:
         """(unit, match) of one pass."""
@@ -99,6 +101,7 @@ class PassLog:
             *({"kind": "near_miss", **asdict(miss)} for miss in self.near_misses),
             *({"kind": "pass", **asdict(record)} for record in self.records),
             *({"kind": "placement", "unit": u, **asdict(p)} for u, rows in self.placements.items() for p in rows),
+            *({"kind": "time", "unit": unit, "seconds": seconds} for unit, seconds in self.times.items()),
             *({"kind": "lowering", "op": op, "implementation": text} for op, text in self.lowering.items()),
             *({"kind": "stage", **asdict(stage)} for stage in self.stages),
             *([{"kind": "memory", **asdict(self.memory)}] if self.memory is not None else []),
@@ -134,6 +137,8 @@ class PassLog:
                 self.records.append(PassRecord(**entry))
             case "placement":
                 self.placements.setdefault(entry.pop("unit"), []).append(Placement(**entry))
+            case "time":
+                self.times[entry["unit"]] = tuple(entry["seconds"])
             case "lowering":
                 self.lowering[entry["op"]] = entry["implementation"]
             case "stage":

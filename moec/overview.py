@@ -139,8 +139,10 @@ def _near_misses(records: list[PassRecord]) -> Iterator[str]:
 
 
 def _placement_table(log: PassLog) -> Table:
-    table = Table(title="kept for backward, per layer", title_justify="left", pad_edge=False)
-    for title in ("unit", "kept", "MiB", "offloaded", "MiB there", "computed again", "reasons to keep"):
+    title = f"kept for backward, and predicted times on one {hardware().name}, per layer"
+    table = Table(title=title, title_justify="left", pad_edge=False)
+    titles = ("kept", "MiB", "offloaded", "MiB there", "computed again", "forward ms", "backward ms")
+    for title in ("unit", *titles, "reasons to keep"):
         table.add_column(title, justify="left" if title in ("unit", "reasons to keep") else "right", overflow="fold")
     for unit, rows in log.placements.items():
         kept, there, again = ([row for row in rows if row.decision == d] for d in ("keep", "offload", "recompute"))
@@ -152,6 +154,7 @@ def _placement_table(log: PassLog) -> Table:
             str(len(there)),
             f"{sum(row.bytes for row in there) / _MIB:.3g}",
             str(len(again)),
+            *(f"{1e3 * seconds:.3g}" for seconds in log.times.get(unit, (0.0, 0.0))),
             ", ".join(f"{n} x {reason}" for reason, n in reasons.most_common()),
         )
     return table

@@ -79,6 +79,7 @@ def differentiate_and_place(result: Compilation) -> None:
     result.stages["lowered"] = placed_graphs("lowered", everything)
     with timed(log, "memory"):
         result.timing = timing_of(result.sections, result.outer, plan)
+        log.times = dict(result.timing.units)
         parts_by_name = {section.template.name: (section.template, section.parts) for section in result.sections}
         log.memory = forecast.of(parts_by_name, result.outer, result.timing.schedule)
     refuse_too_much(log.memory, plan)

@@ -146,7 +146,7 @@ def test_inspect_gives_an_overview(artifact: Path) -> None:
     assert text.count("normalize") > 2
     assert "1 x [2, 32] tokens on cpu" in text
     assert "stages: captured, fused, joint, placed, lowered" in text
-    assert "kept for backward, per layer" in text
+    assert "kept for backward, and predicted times on one H200, per layer" in text
     assert f"{artifact}/step.py" in text
 
 
