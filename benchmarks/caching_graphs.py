@@ -68,8 +68,7 @@ def experts(kind: str, **wide: int) -> Make:
 
 GRAPHS: dict[str, Graph] = {
     "k3": Graph(k3(layers=4), 4, 4096),
-    "k3 gqa": Graph(k3(layers=6, full_attention="gqa", full_attention_layers=(2, 4, 6)), 2, 4096),
-    "dense": Graph(dense(8, 2048, 6144), 4, 4096),
+    "dense": Graph(dense(6, 2048, 6144), 6, 2048),
     "mixtral": Graph(
         experts(
             "mixtral",
@@ -81,8 +80,8 @@ GRAPHS: dict[str, Graph] = {
             vocab_size=32768,
             max_position_embeddings=8192,
         ),
-        4,
-        4096,
+        6,
+        2048,
     ),
     "deepseek": Graph(
         experts(
@@ -101,7 +100,7 @@ GRAPHS: dict[str, Graph] = {
             vocab_size=32768,
             max_position_embeddings=8192,
         ),
-        2,
-        4096,
+        6,
+        2048,
     ),
 }

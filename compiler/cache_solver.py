@@ -328,7 +328,7 @@ def _exact(problems: Sequence[LayerProblem], limits: Limits, bound: float) -> So
         constraints=matrix.at_least(end + 2),
         bounds=Bounds(np.array([*[0.0] * end, limits.forward, limits.backward]), np.array([*upper, np.inf, np.inf])),
         integrality=np.array([*[1] * end, 0, 0]),
-        options={"time_limit": 20.0, "mip_rel_gap": 1e-6},
+        options={"time_limit": 2.0, "mip_rel_gap": 1e-4},
     )
     if found.x is None:
         return None

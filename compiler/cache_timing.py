@@ -1,11 +1,12 @@
 """When copies to and from host memory run beside the compute: their schedule, and for how long a step waits.
 
 1. Layers compute one after the other, for as long as their costs say. The host link is a resource of its own in each
-   direction, which moves one layer's values after the other.
-2. Forward: a copy out starts when its layer ends, or when the link is free. It is waited for (`release`) behind the
-   first layer that ends later than the copy, or when forward ends, so that all copies are out before backward.
-3. Backward: copies back start (`prefetch`) as late as they can and still be there when their layer begins, the last
-   ones first; where that is before backward, the step waits.
+   direction, which moves one value after the other.
+2. Forward: a copy out starts when its value is made, or when the link is free. Those of a layer are waited for
+   (`release`) behind the first layer that ends later than they do, or when forward ends, so that all copies are out
+   before backward.
+3. Backward: the copies back of a layer start (`prefetch`) as late as they can and still be there when they are read;
+   where that is before backward, the step waits.
 """
 
 from __future__ import annotations
@@ -49,12 +50,16 @@ class Timing:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a layer. begin, end: on the clock of its direction. copy: seconds on the host link."""
+    """One call of a layer. begin, end: on the clock of its direction.
+
+    copies: in their order on the host link, seconds after `begin` at which each can start, or has to be there, and
+    seconds that it takes.
+    """
 
     path: str
     begin: float
     end: float
-    copy: float
+    copies: tuple[tuple[float, float], ...] = ()
 
 
 class Clock:
@@ -98,43 +103,45 @@ def cache_timing(templates: Mapping[str, Partitioned], outer: Partitioned, clock
 
 
 def releases(calls: Sequence[Call], seconds: float) -> tuple[dict[str, tuple[str, ...]], float]:
-    """Behind which layer each copy out is waited for, and the wait when forward ends."""
+    """Behind which layer the copies out of each are waited for, and the wait when forward ends."""
     found: dict[str, tuple[str, ...]] = {}
     free = 0.0
     for index, call in enumerate(calls):
-        if call.copy:
-            free = max(free, call.end) + call.copy
-            behind = next((later.path for later in calls[index + 1 :] if later.end >= free), END)
+        if call.copies:
+            for made, took in call.copies:
+                free = max(free, call.begin + made) + took
+            behind = next((later.path for later in calls[index:] if later.end >= free), END)
             found[behind] = (*found.get(behind, ()), call.path)
     return found, max(0.0, free - seconds)
 
 
 def prefetches(calls: Sequence[Call]) -> tuple[dict[str, tuple[str, ...]], float]:
-    """Before which layer each copy back starts, and how long layers wait for theirs in all."""
+    """Before which layer the copies back of each start, and how long reads wait for theirs in all."""
     starts: dict[str, float] = {}
     latest = float("inf")
     for call in reversed(calls):
-        if call.copy:
-            latest = starts[call.path] = min(call.begin, latest) - call.copy
+        if call.copies:
+            for read, took in reversed(call.copies):
+                latest = min(latest, call.begin + read) - took
+            starts[call.path] = latest
     found: dict[str, tuple[str, ...]] = {}
     free = wait = 0.0
-    for call in (call for call in calls if call.copy):
-        early = [other for other in calls if other.begin <= starts[call.path]]
+    for index, call in enumerate(calls):
+        if not call.copies:
+            continue
+        early = [other for other in calls[: index + 1] if other.begin <= starts[call.path]]
         before, begin = (early[-1].path, early[-1].begin) if early else (END, 0.0)
         found[before] = (*found.get(before, ()), call.path)
-        free = max(free, begin + wait) + call.copy
-        wait += max(0.0, free - (call.begin + wait))
+        free = max(free, begin + wait)
+        for read, took in call.copies:
+            free += took
+            wait += max(0.0, free - (call.begin + read + wait))
     return found, wait
-
-
-def copied_bytes(graph: fx.Graph) -> int:
-    """What one run of a graph moves over the host link."""
-    return sum(nbytes(node.meta["val"]) for node in graph.nodes if node.target in _COPIES)
 
 
 def _calls(outer: fx.Graph, layers: Mapping[str, fx.Graph], clock: Clock) -> tuple[list[Call], float]:
     """The calls of layers on the clock of one direction, and when it ends."""
-    copies = {name: copied_bytes(graph) / clock.device.host_bytes for name, graph in layers.items()}
+    copies = {name: _copies(graph, clock) for name, graph in layers.items()}
     calls, now = [], 0.0
     for node in outer.nodes:
         if node.target in (_OPS.region.default, _OPS.region_backward.default):
@@ -145,3 +152,24 @@ def _calls(outer: fx.Graph, layers: Mapping[str, fx.Graph], clock: Clock) -> tup
         else:
             now += clock.op(node)
     return calls, now
+
+
+def _copies(graph: fx.Graph, clock: Clock) -> tuple[tuple[float, float], ...]:
+    """As `Call.copies`: values go out as they are made, and come back in the order in which they were saved."""
+    now, found = 0.0, []
+    for node in graph.nodes:
+        if node.target in _COPIES:
+            seconds = nbytes(node.meta["val"]) / clock.device.host_bytes
+            found.append((_place(node), now, seconds))
+        now += clock.op(node)
+    if any(place is not None for place, *_ in found):
+        found.sort()
+    return tuple((when, seconds) for _, when, seconds in found)
+
+
+def _place(node: fx.Node) -> int | None:
+    """The place of a fetched value among those that its layer saved."""
+    if node.target is not _OPS.fetch.default:
+        return None
+    assert isinstance(node.args[0], fx.Node)
+    return int(node.args[0].meta["role"][1])

@@ -129,6 +129,7 @@ class _Replay:
         """Replay the backward of a layer; returns the gradients in the order of the op, with one reference each."""
         name, path, *_, tangents = node.args
         template, parts = self._program.templates[str(name)]
+        self._prefetch(str(path))
         memory, saved = self._memory, self._saved.pop(str(path))
         given = dict(zip(parts.joint.tangents, (names[t] for t in tangents), strict=True))  # type: ignore[union-attr, index]
         inner = self._names(
@@ -137,7 +138,6 @@ class _Replay:
         memory.hold([value for n, value in inner.items() if n.meta["role"][0] != "saved"])
         by_role = dict(zip(_saved_inputs(parts), saved[len(parts.saved) :], strict=True))
         inner |= {n: by_role[n.meta["role"]] for n in inner if n.meta["role"] in by_role}
-        self._prefetch(str(path))
         self._walk(self._backward[str(name)], inner, f"backward of {path}")
         grads = dict(zip(parts.joint.grads, parts.backward.output_node().args[0], strict=True))  # type: ignore[arg-type]
         found = {index: inner.get(value) for index, value in grads.items() if isinstance(value, fx.Node)}

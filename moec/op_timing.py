@@ -31,9 +31,15 @@ from moec.runtime.program import load_program
 from moec.runtime.state import StepState
 from moec.step import CompiledStep
 
+_LONGEST = 5e-3
+"""Seconds that an op waits at most: the first launch of a kernel may have compiled it."""
+
 
 def measure_ops(model: nn.Module, plan: Plan, batch: Mapping[str, Tensor], runs: int = 3) -> OpTimes:
-    """Seconds of every op of forward and backward; the model and its weights stay as they are."""
+    """Seconds of every op of forward and backward; the model and its weights stay as they are.
+
+    runs: after one that is not measured.
+    """
     plan = replace(plan, cache=replace(plan.cache, hbm=None, host=None, policy="keep", times=None))
     found = build(model, plan)
     assert found.outer is not None
@@ -75,7 +81,7 @@ class _Clock:
                 self.seconds.setdefault(key, []).append(took)
         else:
             before, behind = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            spin(self.device, 1.5 * self._launch.get(key, 0.0) + 5e-5)
+            spin(self.device, min(1.5 * self._launch.get(key, 0.0), _LONGEST) + 5e-5)
             before.record()
             result, took = self._timed(run)
             behind.record()

@@ -5,6 +5,8 @@
 2. Everything kept is the fastest, where it fits. As little kept as can be is the last resort, with and without copies:
    if that does not fit, nothing that the solver knows does.
 3. In between the best way within the limit, replayed again, and the limit corrected by what was over or left.
+4. The solver takes copies for a sum that runs beside the compute. Where the schedule of a choice waits for copies, a
+   smaller rate of the host link is tried too, and the fastest by its schedule is taken.
 
 Early layers take the ways that offload most: their copies have the longest time before they are needed.
 """
@@ -35,6 +37,8 @@ Predict = Callable[[Parts, Partitioned, CacheSchedule], MemoryPlan]
 """(templates, outer, timing) -> predicted memory; the caller knows the state and the device."""
 
 _ROUNDS = 5
+_LINK_SHARES = (1.0, 0.8, 0.6, 0.4, 0.0)
+"""Of the host link's rate, in the order in which they are tried."""
 _CLOSE = 0.01
 """So much of what everything kept would take may be left of `hbm`: another round would win little."""
 _REGIONS = (torch.ops.moec.region.default, torch.ops.moec.region_backward.default)
@@ -80,18 +84,33 @@ class CacheSearch:
         limits = self._limits(best, kept, hbm, host)
         fixed = best.memory.state.total + best.memory.saved - kept
         bound = self._solve(replace(limits, kept=max(0, hbm - fixed)))
+        close = _CLOSE * everything.memory.saved
+        for share in _LINK_SHARES:
+            copies = {"link": share * self._device.host_bytes} if share else {"host": 0.0}
+            found = self._within(replace(limits, **copies), bound.bound if bound else 0.0, hbm, close)
+            if found is not None and found.timing.total < best.timing.total:
+                best = found
+            if found is not None and not found.timing.forward_wait + found.timing.backward_wait:
+                break
+        return best
+
+    def _within(self, limits: Limits, bound: float, hbm: int, close: float) -> Found | None:
+        """The fastest of the solver's choices that fits. close: bytes that may be left."""
+        best: Found | None = None
+        peak = 0
         for _ in range(_ROUNDS):
             solution = self._solve(limits)
             if solution is None:
                 break
-            found, kept = self._replay(solution, bound.bound if bound else 0.0)
-            if found.memory.peak <= hbm and found.timing.total < best.timing.total:
-                best = found
+            found, _ = self._replay(solution, bound)
             left = hbm - found.memory.peak
-            if 0 <= left <= _CLOSE * everything.memory.saved or (left > 0 and not self._keeps_less(solution)):
+            if left >= 0 and (best is None or found.timing.total < best.timing.total):
+                best = found
+            done = 0 <= left <= close or (left > 0 and not self._keeps_less(solution))
+            if done or found.memory.peak == peak:
                 break
-            corrected = limits.kept + left
-            limits = replace(limits, kept=corrected)
+            peak = found.memory.peak
+            limits = replace(limits, kept=limits.kept + left)
         return best
 
     def _solve(self, limits: Limits) -> Solution | None:
