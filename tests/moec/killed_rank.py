@@ -15,14 +15,14 @@ def kill_rank(launcher: subprocess.Popen[str], victim: int) -> tuple[int, str]:
 
     Returns the process that was killed, and what the launcher printed to stderr.
     """
-    (killed,) = (pid for pid in _children(launcher.pid) if f"\0RANK={victim}\0" in _environment(pid))
+    (killed,) = (pid for pid in children(launcher.pid) if f"\0RANK={victim}\0" in _environment(pid))
     os.kill(killed, signal.SIGKILL)
     began = time.monotonic()
     _, err = launcher.communicate(timeout=120)
     assert time.monotonic() - began < 45
     assert launcher.returncode == 128 + signal.SIGKILL
     assert f"rank {victim} of 2 was killed by SIGKILL" in err
-    assert not _children(launcher.pid)
+    assert not children(launcher.pid)
     return killed, err
 
 
@@ -34,7 +34,8 @@ def wait_for(condition: Callable[[], bool], seconds: float = 120.0) -> None:
         time.sleep(0.02)
 
 
-def _children(pid: int) -> list[int]:
+def children(pid: int) -> list[int]:
+    """Processes that a process has started and that are there."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -43,6 +44,14 @@ def _children(pid: int) -> list[int]:
         except OSError:
             continue
     return found
+
+
+def runs(pid: int) -> bool:
+    """Whether a process is there and has not ended, waited for or not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def _environment(pid: int) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from moec.runtime.metrics import read_metrics
-from tests.moec.killed_rank import kill_rank, wait_for
+from tests.moec.killed_rank import children, kill_rank, runs, wait_for
 from tests.moec.small_models import VOCABULARY
 
 pytestmark = pytest.mark.slow
@@ -113,6 +113,24 @@ def test_a_run_goes_on_on_one_rank_but_not_on_three(text: Path, unbroken: Path, 
     refused = train(text, out, "--resume", "--ranks", "3")
     assert refused.returncode == 2
     assert "error: " in refused.stderr
+
+
+def test_a_killed_launcher_leaves_no_rank_behind(text: Path, tmp_path: Path) -> None:
+    """It holds the store of the ranks, which miss it."""
+    out, err = tmp_path / "out", tmp_path / "stderr"
+    with err.open("wb") as stream:
+        launcher = subprocess.Popen(
+            command(text, out, "--steps", "100000", "--ranks", "2"), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=stream
+        )
+    wait_for(lambda: len(read_metrics(out)) >= 4)
+    ranks = children(launcher.pid)
+    assert len(ranks) == 2
+    launcher.kill()
+    launcher.wait()
+    wait_for(lambda: not any(runs(rank) for rank in ranks), 45.0)
+    said = err.read_text()
+    assert "error: rank 0 or the launcher, whichever holds the store, does not answer" in said
+    assert f"the last good checkpoint is {out}/checkpoints/step-" in said
 
 
 def test_torchrun_starts_the_same_run(text: Path, unbroken: Path, tmp_path: Path) -> None:
