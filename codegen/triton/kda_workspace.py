@@ -1,8 +1,8 @@
 """Bytes that the KDA kernels hold while they run, beyond inputs and results: what `kda_launch.py` allocates.
 
-Forward: the factors of every chunk (`kda_launch.Factors`). Backward: the same with the inverse, gradients of states and
-outputs, partial sums of each chunk, and the gradients ahead of the convolutions, of which those of q, k and v are there
-before the results are.
+Forward: the factors of every chunk (`kda_launch.Factors`). Backward: more of them, gradients of states and outputs,
+partial sums of each chunk, and the gradients ahead of the convolutions, of which those of q, k and v are there before
+the results are.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ from moec.compiler.dialect.registry import nbytes, size_hint
 from moec.compiler.lower import argument_of
 
 CHUNK = 64
-CONV_ROWS = 512
-"""Rows of one program of the convolutions' backward (`kda_launch.Launch`)."""
+_FLOAT = torch.float32.itemsize
 
 
 def forward_workspace(node: fx.Node) -> int:
-    """Of a call of `moec::kda_triton`."""
-    return _Sizes(node).factors(inverse=False) + _copies(node)
+    """Of a call of `moec::kda_triton`: the more of what is held at its first passes, and at the scan and behind."""
+    sizes = _Sizes(node)
+    common = CHUNK * (3 * sizes.keys + (1 + sizes.convolved) * sizes.values) + CHUNK * CHUNK
+    sums, behind = CHUNK * sizes.keys * _FLOAT, (CHUNK + sizes.keys) * sizes.values * sizes.item
+    return sizes.tiles * (common * sizes.item + sizes.keys * _FLOAT + max(sums, behind)) + _copies(node)
 
 
 def backward_workspace(node: fx.Node) -> int:
     """Of a call of `moec::kda_triton_backward`: the more of what is held at its chunks, and at the convolutions."""
-    sizes, given = _Sizes(node), {n: _value(argument_of(node, n)) for n in ("gate", "beta", "output_gate", "conv_q")}
-    through = sizes.before_convolutions
-    made = sum(nbytes(given[name]) for name in ("gate", "beta", "output_gate") if given[name] is not None)
-    partials = 4 * sizes.rows * (sizes.heads + sizes.gates + sizes.norms)
-    at_chunks = (
-        sizes.factors(inverse=True) + sizes.tiles * (CHUNK * sizes.values + sizes.keys * sizes.values) * sizes.item
-    )
-    behind = 0
-    if given["conv_q"] is not None:
-        behind = sizes.operands + 4 * sizes.batch * -(-sizes.length // CONV_ROWS) * sizes.taps
-    elif sizes.grouped:
-        behind = sizes.operands
-    held = through + made + partials + max(at_chunks, behind)
-    results = sum(nbytes(value) for value in node.meta["val"])
-    return max(0, held - results) + _copies(node)
+    sizes, given = _Sizes(node), {n: _value(argument_of(node, n)) for n in ("gate", "beta", "output_gate")}
+    made = sum(nbytes(value) for value in given.values() if value is not None)
+    partials = _FLOAT * sizes.rows * (sizes.heads * sizes.parts + sizes.gates + sizes.norms)
+    by_row = CHUNK * (2 + sizes.parts + (sizes.parts if sizes.scalar else 0)) + 1
+    scratch = sizes.tiles * (2 * CHUNK * CHUNK * sizes.item + by_row * _FLOAT)
+    factors = CHUNK * (5 * sizes.keys + (2 + sizes.convolved) * sizes.values) + 2 * CHUNK * CHUNK
+    gradients = (CHUNK + sizes.keys) * sizes.values  # of the outputs and states of a chunk
+    numbers = factors + sizes.keys * sizes.values + gradients
+    at_chunks = sizes.tiles * (numbers * sizes.item + (CHUNK + 1) * sizes.keys * _FLOAT)
+    behind = sizes.operands if sizes.convolved or sizes.grouped else 0
+    behind += _FLOAT * sizes.batch * sizes.taps * sizes.conv_programs
+    held = sizes.before_convolutions + made + partials + scratch + max(at_chunks, behind)
+    return max(0, held - sum(nbytes(value) for value in node.meta["val"])) + _copies(node)
 
 
 class _Sizes:
@@ -62,11 +62,13 @@ class _Sizes:
         self.before_convolutions = self.batch * self.length * self.heads * (2 * self.keys + self.values) * self.item
         taps = [_value(argument_of(node, name)) for name in ("conv_q", "conv_k", "conv_v")]
         self.taps = sum(size_hint(value.numel()) for value in taps if value is not None)
+        self.convolved, self.scalar = int(self.taps > 0), self.gates == self.heads
+        from moec.codegen.triton.kda_launch import (
+            LAUNCH,  # needs Triton, without which nothing is lowered to the kernels
+        )
 
-    def factors(self, *, inverse: bool) -> int:
-        square = (2 if inverse else 1) * CHUNK * CHUNK
-        numbers = CHUNK * (3 * self.keys + 2 * self.values) + square + self.keys * self.values
-        return self.tiles * (numbers * self.item + self.keys * torch.float32.itemsize)
+        self.parts = self.keys // min(LAUNCH.keys_channels, self.keys)
+        self.conv_programs = -(-self.length // (LAUNCH.conv_rows * LAUNCH.conv_repeats))
 
 
 def _copies(node: fx.Node) -> int:

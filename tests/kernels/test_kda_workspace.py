@@ -18,6 +18,8 @@ pytest.importorskip("triton")
 class NoKernel:
     """In the place of a kernel: launches nothing."""
 
+    arg_names: tuple[str, ...] = ()
+
     def __getitem__(self, grid: Any) -> Any:
         return lambda *args, **kwargs: None
 
@@ -36,7 +38,9 @@ def call_of(op: Any, arguments: list[Any], results: Any) -> fx.Node:
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-@pytest.mark.parametrize("settings", [{}, {"conv": False}, {"width": 32, "value_heads": 4}, {"norm": False}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"conv": False}, {"width": 32, "value_heads": 4}, {"norm": False}, {"scalar": True}]
+)
 def test_the_rule_counts_what_is_allocated(
     direction: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -49,7 +53,6 @@ def test_the_rule_counts_what_is_allocated(
     grad = kda_cases.grad_for(arguments).to("meta")
     arguments = [value.to("meta") if isinstance(value, Tensor) else value for value in arguments]
     inputs = kda_launch.Inputs(*arguments)
-    kda_launch._paths(inputs.q.device, inputs.q.dtype)
     op, given = kda.FORWARD, arguments
     with torch.no_grad(), AllocationCount() as count:
         if direction == "forward":
