@@ -3,9 +3,12 @@
 1. The one-rank step has the same plan but for the mesh, and all ranks' rows in each microbatch.
 2. Every step compares the loss, every whole gradient, the gradient norm and, after the update, every whole parameter,
    master and buffer (which hold what the routers counted).
-3. A gradient beyond its bound is measured against eager PyTorch in the next wider type: it may be three times as far
-   from it as the one-rank gradients of its role are, since sums over ranks are added in another order.
-4. The one-rank step updates with the gradients of the ranks and then takes over their parameters, for the reason that
+3. A loss or gradient beyond its bound is measured against eager PyTorch in the next wider type, since sums over ranks
+   are added in another order, and products over fewer rows may be rounded in another way: it may be three times as far
+   from it as the one-rank numbers of its role are, in half precision 1.5 times as far as these are in any step.
+4. What routers count falls into bins, and a score that is rounded into the next one moves a bias: biases of balanced
+   routers have the bound of counts.
+5. The one-rank step updates with the gradients of the ranks and then takes over their parameters, for the reason that
    verification.py gives: what free-running copies show is how rounding grows.
 
 The same function runs on simulated ranks (threads in lock step) and on real ones.
@@ -14,9 +17,10 @@ The same function runs on simulated ranks (threads in lock step) and on real one
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
@@ -24,7 +28,18 @@ import torch
 from torch import Tensor, nn
 
 import moec
-from moec.comparison import BOUNDS, FULL, HALF_FLOOR, NOISE_RATIO, Comparison, Kind, Progress, error_of, silent
+from moec.comparison import (
+    BOUNDS,
+    FULL,
+    HALF_FLOOR,
+    NOISE_RATIO,
+    SCALAR_FLOOR,
+    Comparison,
+    Kind,
+    Progress,
+    error_of,
+    silent,
+)
 from moec.compiler.errors import PlanError
 from moec.compiler.plan import MeshPlan, Plan
 from moec.distance import largest_by_role, role
@@ -42,6 +57,7 @@ from moec.step import CompiledStep
 from moec.verification import Report
 
 Tensors = dict[str, Tensor]
+Numbers = dict[Kind, Mapping[str, Tensor | None]]
 REDUCED = 2.0**-7
 """How far a gradient may be off that is summed over ranks in bfloat16, which rounds each part by up to 2**-9."""
 
@@ -53,11 +69,12 @@ def joined_plan(plan: Plan) -> Plan:
 
 
 def joined_batches(model: nn.Module, plan: Plan, steps: int, seed: int) -> list[Tensors]:
-    """Random batches with the rows of all ranks."""
+    """Random batches with the rows of all ranks, where the model is."""
     view = training_view(model, plan)
     vocabulary = view.vocabulary or vocabulary_of(model)
     source = random_batches(joined_plan(plan), vocabulary, seed, view.images, ranks=plan.mesh.world)
-    return [next(source) for _ in range(steps)]
+    device = next(model.parameters()).device
+    return [{name: value.to(device) for name, value in next(source).items()} for _ in range(steps)]
 
 
 def verify_lockstep(
@@ -99,20 +116,24 @@ def verify_ranks(
 
 
 class OneRank:
-    """The reference: the compiled step of one rank over `model`, and what a more precise run of it gives."""
+    """The reference: the compiled step of one rank over `model`, and a more precise run of it.
+
+    dtype: of most of the model's parameters. biases: buffers that the balance of routers writes.
+    """
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         self.step, self._model, self._plan = moec.compile(model, plan), model, plan
+        self.dtype = _main_dtype(model)
+        self.biases = {bias for bias, _, _ in training_view(model, plan).balanced}
 
-    def noise(
-        self, batch: Tensors, gradients: Mapping[str, Tensor]
-    ) -> tuple[dict[str, Tensor | None], dict[str, float]]:
-        """Gradients in the next wider type at the weights of the moment, and how far one rank's are off, by role."""
-        half = _main_dtype(self._model) in HALF_FLOOR
-        wider = copy.deepcopy(self._model).to(torch.float32 if half else torch.float64)
-        _, precise = EagerStep(wider, replace(self._plan, dtype=None)).gradients(batch)
-        errors = {name: error_of("gradient", gradients.get(name), value) for name, value in precise.items()}
-        return precise, largest_by_role(errors)
+    def numbers(self, batch: Tensors) -> Numbers:
+        """Losses and gradients of one rank; changes nothing."""
+        return _numbers(self.step.loss(batch), self.step.gradients(batch))
+
+    def precise(self, batch: Tensors) -> Numbers:
+        """The same in eager PyTorch, in the next wider type at the weights of the moment."""
+        wider = copy.deepcopy(self._model).to(torch.float32 if self.dtype in HALF_FLOOR else torch.float64)
+        return _numbers(*EagerStep(wider, replace(self._plan, dtype=None)).gradients(batch))
 
 
 def compare(
@@ -125,6 +146,7 @@ def compare(
     mesh = step.plan.mesh
     title = f"{mesh.world} ranks (ep {mesh.ep}) against one"
     report, state = Report(title=title), cast(ShardedState, step.state)
+    judge = None if one is None else _Judge(one, _bounds(state, step.plan))
     for number, batch in enumerate(batches, 1):
         progress(f"step {number} of {len(batches)}")
         rate = step.learning_rate()
@@ -132,11 +154,11 @@ def compare(
         gradients = _gathered(state, step.gradients(rows), one is not None)
         result = step(rows, lr=rate)
         after = _whole_state(state, one is not None)
-        if one is not None:
-            judge = _Judge(number, _bounds(state, step.plan))
-            report.comparisons += judge.step(one, batch, rate, result, gradients, after)
-            report.losses.append((float(result.loss), judge.expected))
+        if one is not None and judge is not None:
+            judge.step(number, batch, rate, result, gradients, after)
             _take_over(one.step.state, after)
+    if judge is not None:
+        report.comparisons, report.losses = judge.settled(), judge.losses
     return report
 
 
@@ -159,28 +181,31 @@ def _updating_with(step: CompiledStep, gradients: Mapping[str, Tensor]) -> Itera
 
 @dataclass
 class _Judge:
-    number: int
+    """Compares with one rank, step by step. losses: (ranks, one rank) of each step so far."""
+
+    one: OneRank
     bounds: Mapping[Kind, float]
-    expected: float = 0.0
+    losses: list[tuple[float, float]] = field(default_factory=list)
+    _found: list[Comparison] = field(default_factory=list)
+    _noise: dict[tuple[Kind, str], float] = field(default_factory=dict)
 
     def step(
         self,
-        one: OneRank,
+        number: int,
         batch: Tensors,
         rate: float,
         result: StepResult,
         gradients: Tensors,
         after: dict[Kind, Tensors],
-    ) -> Iterator[Comparison]:
-        yield from self._gradients(one, batch, gradients)
+    ) -> None:
+        """Make the comparisons of one step, and run that of the one rank."""
+        one = self.one
+        parts = {name: value for name, value in result.metrics.items() if isinstance(value, Tensor)}
+        self._found += self._numbers(number, batch, _numbers({"lm_loss": result.loss, **parts}, gradients))
         with _updating_with(one.step, gradients):
             reference = one.step(batch, lr=rate)
-        self.expected = float(reference.loss)
-        yield self._compare("loss", "lm_loss", result.loss, reference.loss)
-        for name, value in reference.metrics.items():
-            if isinstance(value, Tensor):
-                yield self._compare("part of loss", name, cast(Tensor, result.metrics[name]), value)
-        yield self._compare("gradient norm", "", result.gradient_norm, reference.gradient_norm)
+        self.losses.append((float(result.loss), float(reference.loss)))
+        self._found.append(self._compare("gradient norm", "", number, result.gradient_norm, reference.gradient_norm))
         state = one.step.state
         wanted: dict[Kind, Mapping[str, Tensor]] = {
             "parameter": {**state.weights, **state.masters},
@@ -188,24 +213,47 @@ class _Judge:
         }
         for kind, values in wanted.items():
             for name, value in after[kind].items():
-                yield self._compare(kind, name, value, values[name])
+                self._found.append(self._compare(kind, name, number, value, values[name]))
 
-    def _gradients(self, one: OneRank, batch: Tensors, gradients: Tensors) -> Iterator[Comparison]:
-        own = one.step.gradients(batch)
-        names = sorted({*gradients, *own})
-        found = [self._compare("gradient", name, gradients.get(name), own.get(name)) for name in names]
-        if not all(comparison.equal for comparison in found):
-            precise, noise = one.noise(batch, own)
-            for index, comparison in enumerate(found):
-                name = comparison.name
-                if not comparison.equal and name in precise:
-                    error = error_of("gradient", gradients.get(name), precise[name])
-                    bound = max(comparison.bound, NOISE_RATIO[torch.float32] * noise[role(name)])
-                    found[index] = replace(comparison, error=error, bound=bound)
-        yield from found
+    def settled(self) -> list[Comparison]:
+        """All comparisons; in half precision with bounds that follow from all steps."""
+        return [self._settle(one) if math.isinf(one.bound) else one for one in self._found]
 
-    def _compare(self, kind: Kind, name: str, value: Tensor | None, reference: Tensor | None) -> Comparison:
-        return Comparison(kind, name, self.number, error_of(kind, value, reference), self.bounds[kind])
+    def _settle(self, comparison: Comparison) -> Comparison:
+        scale = SCALAR_FLOOR if comparison.kind in ("loss", "part of loss") else 1.0
+        noise = self._noise[comparison.kind, role(comparison.name)]
+        bound = max(NOISE_RATIO[self.one.dtype] * noise, scale * HALF_FLOOR[self.one.dtype])
+        return replace(comparison, bound=bound)
+
+    def _numbers(self, number: int, batch: Tensors, found: Numbers) -> list[Comparison]:
+        own = self.one.numbers(batch)
+        names = {kind: {*values, *(found[kind] if kind == "gradient" else ())} for kind, values in own.items()}
+        keys = [(kind, name) for kind, members in names.items() for name in sorted(members)]
+        direct = [self._compare(k, n, number, found[k].get(n), own[k].get(n)) for k, n in keys]
+        half = self.one.dtype in HALF_FLOOR
+        if all(one.equal for one in direct) or (not half and self.one.dtype not in NOISE_RATIO):
+            return direct
+        precise = self.one.precise(batch)
+        noise: dict[tuple[Kind, str], float] = {}
+        for kind, values in precise.items():
+            errors = {name: error_of(kind, own[kind].get(name), value) for name, value in values.items()}
+            noise |= {(kind, place): error for place, error in largest_by_role(errors).items()}
+        self._noise |= {key: max(error, self._noise.get(key, 0.0)) for key, error in noise.items()}
+        for index, one in enumerate(direct):
+            if not one.equal and one.name in precise[one.kind]:
+                error = error_of(one.kind, found[one.kind].get(one.name), precise[one.kind][one.name])
+                ratio = math.inf if half else NOISE_RATIO[self.one.dtype] * noise[one.kind, role(one.name)]
+                direct[index] = replace(one, error=error, bound=max(one.bound, ratio))
+        return direct
+
+    def _compare(self, kind: Kind, name: str, step: int, value: Tensor | None, reference: Tensor | None) -> Comparison:
+        bound = self.bounds["routing counts" if name in self.one.biases else kind]
+        return Comparison(kind, name, step, error_of(kind, value, reference), bound)
+
+
+def _numbers(losses: Mapping[str, Tensor], gradients: Mapping[str, Tensor | None]) -> Numbers:
+    parts = {name: value for name, value in losses.items() if name not in ("lm_loss", "objective")}
+    return {"loss": {"lm_loss": losses["lm_loss"]}, "part of loss": parts, "gradient": gradients}
 
 
 def _whole_state(state: ShardedState, kept: bool) -> dict[Kind, Tensors]:

@@ -4,8 +4,9 @@
     ranks = connect(plan.mesh, device)
 
 1. Every rank tells the others which mesh, device and versions it has; a difference is an error on all of them.
-2. Every rank builds its own group of each role (`compiler/collectives.py`). A group per role means a queue per role:
-   a gather that is launched ahead does not wait behind a reduce-scatter.
+2. Every rank builds its own group of each role (`compiler/collectives.py`), and sums a number over it: NCCL connects
+   the ranks of a group in its first collective, which should not be in the middle of a step. A group per role means a
+   queue per role: a gather that is launched ahead does not wait behind a reduce-scatter.
 3. Each group is registered in torch's table of groups under the role's name, which is how a program names it:
    `torch.ops._c10d_functional.all_gather_into_tensor(x, 8, "gather")`.
 
@@ -140,14 +141,30 @@ def _build(
         key = role, group_of(mesh, role, rank), backend
         try:
             if key not in _Connected.built:
-                _Connected.built[key] = dist.new_group(
+                group = dist.new_group(
                     list(key[1]),
                     timeout=timedelta(seconds=seconds),
                     backend=backend,
                     use_local_synchronization=True,
                     group_desc=f"moec {role}",
                 )
+                _meet(group, len(key[1]), device)
+                _Connected.built[key] = group
         except (RuntimeError, ValueError) as error:
-            return f"{role}: {str(error).splitlines()[0]}"
+            return f"{role}: {_cause(error)}"
         groups[role] = _Connected.built[key]
     return ""
+
+
+def _meet(group: dist.ProcessGroup, size: int, device: torch.device) -> None:
+    """The first collective of a group; RuntimeError when it does not reach all its ranks."""
+    counted = torch.ones(1, device=device)
+    dist.all_reduce(counted, group=group)
+    if int(counted) != size:
+        raise RuntimeError(f"a sum of ones over {size} ranks is {int(counted)}")
+
+
+def _cause(error: Exception) -> str:
+    """The line that says what went wrong: NCCL gives its own last, behind where in torch it was noticed."""
+    lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return lines[-1] if "nccl" in lines[0].lower() else lines[0]

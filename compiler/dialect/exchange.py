@@ -7,8 +7,9 @@ sides of an exchange and taken once per layer and microbatch: counts[0, r, e] ro
 counts[1, r, e] rows come from rank r for place e of this one.
 
 1. `exchange_counts`: one even All-to-All of the rows per expert.
-2. `exchange`: the rows of `permute`, sorted by expert, go to their ranks (uneven All-to-All, sizes read by the host);
-   what arrives is sorted by local expert, then by source rank, then by their order there. How many arrive is data.
+2. `exchange`: the rows of `permute`, sorted by expert, go to their ranks (uneven All-to-All). The host reads the sizes,
+   for which it waits for the device, once for all exchanges with the same counts. What arrives is sorted by local
+   expert, then by source rank, then by their order there. How many arrive is data.
 3. `exchange_back` undoes it. The gradient of each of the two is the other one.
 
 The `_padded` forms have fixed shapes and no read by the host: each expert takes at most `capacity` rows from each rank,
@@ -18,10 +19,12 @@ What arrives has room for capacity * ranks * L rows; those past local_offsets[-1
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from moec.compiler.collectives import register_composite
 from moec.compiler.dialect._define import define_op
@@ -121,7 +124,7 @@ def _delivered(rows: Tensor, capacity: int) -> Tensor:
 
 
 def _exchange(rows: Tensor, counts: Tensor, role: str, size: int | None = None) -> Tensor:
-    sent, received = counts.sum(2).tolist()
+    sent, received = _rows_per_rank(counts)
     _check_rows("exchange", rows, sum(sent))
     arrived = _all_to_all(rows, received, sent, role)
     return arrived.index_select(0, _regrouping(counts[1], arrived.shape[0]))
@@ -136,7 +139,7 @@ def _exchange_fake(rows: Tensor, counts: Tensor, role: str, size: int | None) ->
 
 
 def _exchange_back(rows: Tensor, counts: Tensor, count: int, role: str) -> Tensor:
-    sent, received = counts.sum(2).tolist()
+    sent, received = _rows_per_rank(counts)
     _check_rows("exchange_back", rows, sum(received))
     by_source = rows.index_select(0, _regrouping(counts[1].t(), rows.shape[0]))
     return _all_to_all(by_source, sent, received, role)
@@ -144,6 +147,18 @@ def _exchange_back(rows: Tensor, counts: Tensor, count: int, role: str) -> Tenso
 
 def _exchange_back_fake(rows: Tensor, counts: Tensor, count: int, role: str) -> Tensor:
     return rows.new_empty(count, rows.shape[1])
+
+
+_READ: MutableMapping[Tensor, tuple[int, list[list[int]]]] = WeakTensorKeyDictionary()
+"""Counts that are alive -> their version when the host has read them, and the rows to and from each rank."""
+
+
+def _rows_per_rank(counts: Tensor) -> list[list[int]]:
+    """Rows to each rank, and rows from each."""
+    found = _READ.get(counts)
+    if found is None or found[0] != counts._version:
+        found = _READ[counts] = counts._version, counts.sum(2).tolist()
+    return found[1]
 
 
 def _regrouping(lengths: Tensor, total: int) -> Tensor:

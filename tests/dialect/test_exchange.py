@@ -76,6 +76,25 @@ def returned_by_hand(cases: list[list[int]], rank: int, capacity: int) -> Tensor
     return rows.masked_fill((place >= capacity).unsqueeze(1), 0)
 
 
+def test_the_host_reads_counts_once_and_again_when_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[int] = []
+    tolist = Tensor.tolist
+    monkeypatch.setattr(Tensor, "tolist", lambda self: reads.append(1) or tolist(self))
+    op = torch.ops.moec
+
+    def there_and_back(rank: int, rows: Tensor, counts: Tensor) -> int:
+        reads.clear()
+        for _ in range(2):
+            received = op.exchange(rows, counts, ROLE)
+            assert torch.equal(op.exchange_back(received, counts, rows.shape[0], ROLE), rows)
+        once = len(reads)
+        counts.zero_()
+        assert op.exchange(rows[:0], counts, ROLE).shape[0] == 0
+        return 10 * once + len(reads)
+
+    assert on_ranks(CASES[-1], there_and_back) == [12]
+
+
 def wave(shape: torch.Size, seed: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
