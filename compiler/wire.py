@@ -19,6 +19,7 @@ from torch import fx
 
 from moec.compiler.collectives import group_of
 from moec.compiler.dialect.registry import size_hint
+from moec.compiler.hardware import Hardware
 from moec.compiler.partition import Partitioned
 from moec.compiler.plan import MeshPlan
 
@@ -45,6 +46,12 @@ class Collective:
         """Bytes that one rank receives."""
         ranks = len(group_of(mesh, self.role, 0))
         return _WIRE[self.kind](ranks) * self.numel * self.itemsize
+
+    def seconds(self, mesh: MeshPlan, device: Hardware) -> float:
+        """Of this collective alone: by the line of its kind within a host, at the rate of the network otherwise."""
+        members, received = group_of(mesh, self.role, 0), self.wire_bytes(mesh)
+        within = members[-1] < device.host_devices and self.kind in device.links
+        return device.links[self.kind].seconds(received) if within else received / device.network_bytes
 
 
 def collectives(graph: fx.Graph) -> Iterator[Collective]:

@@ -2,6 +2,7 @@
 
 Weights, gradients, masters and moments lie sharded, padding of buckets included. Gathered: the largest sum of buckets
 that are whole at a time, with the plan's prefetch. Exchanged rows count as if every expert got the same number.
+The time is that of collectives that run alone, one after the other: how much of it hides is not said.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 from rich.table import Table
 
+from moec.compiler.hardware import hardware
 from moec.compiler.layout import BucketInstance, BucketLayout
 from moec.compiler.memory_table import size_text
 from moec.compiler.plan import Plan
@@ -70,7 +72,8 @@ def rank_report(folder: Path, plan: Plan) -> Iterator[Any]:
 
 def _collective_table(collectives: Sequence[Collective], plan: Plan) -> Table:
     table = Table(title="collectives of one step", title_justify="left", pad_edge=False)
-    for name in ("collective", "group", "calls", "one rank's parts", "received"):
+    device = hardware()
+    for name in ("collective", "group", "calls", "one rank's parts", "received", f"alone on {device.name}"):
         table.add_column(name, justify="left" if name in ("collective", "group") else "right")
     groups: dict[tuple[str, str], list[Collective]] = {}
     for one in collectives:
@@ -79,7 +82,9 @@ def _collective_table(collectives: Sequence[Collective], plan: Plan) -> Table:
     for (kind, role), members in groups.items():
         given = times * sum(one.numel * one.itemsize for one in members)
         wire = times * sum(one.wire_bytes(plan.mesh) for one in members)
-        table.add_row(kind, role, f"{times * len(members):,}", size_text(given), size_text(round(wire)))
+        alone = 1e3 * times * sum(one.seconds(plan.mesh, device) for one in members)
+        sizes = size_text(given), size_text(round(wire)), f"{alone:,.1f} ms"
+        table.add_row(kind, role, f"{times * len(members):,}", *sizes)
     return table
 
 
