@@ -5,8 +5,9 @@
 1. Every collective that programs use, with as many bytes received by each rank as asked for. "all_to_all" sends the
    same to every rank. "all_to_all uneven" is the exchange of a router: ranks send random numbers of rows to each other,
    with the same bytes in all; "all_to_all one hot" sends everything to the last rank.
-2. Each size: warm-up, then the median of several calls, on the slowest rank. CUDA events on a GPU, the clock elsewhere;
-   a call is a launch and a wait, as in a program.
+2. Each size: warm-up, then the median of several rounds, on the slowest rank. A round is a few calls in a row, each a
+   launch and a wait, as in a program. CUDA events on a GPU, which is kept busy until the host has launched them all;
+   the clock elsewhere.
 3. The line `latency + bytes / rate` minimises the squares of relative errors, so that all sizes count alike.
 """
 
@@ -30,6 +31,7 @@ from moec.compiler.plan import MeshPlan
 from moec.runtime.groups import connect
 from moec.runtime.launch import join
 
+CALLS = 8
 WIDTH = 1024
 """Bytes of a row of an exchange."""
 SHARES = {"": "even", " uneven": "random", " one hot": "last"}
@@ -66,7 +68,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--smallest", type=int, default=12, help="log2 of bytes")
     parser.add_argument("--largest", type=int, default=30, help="log2 of bytes")
-    parser.add_argument("--calls", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
     device = join(torch.device(options.device))
     world = dist.get_world_size()
@@ -75,7 +77,7 @@ def main() -> None:
     rows = [
         {"collective": name, "ranks": world, "bytes": received, "seconds": seconds}
         for name, make in COLLECTIVES.items()
-        for received, seconds in (timed(make, size, device, options.calls) for size in sizes)
+        for received, seconds in (timed(make, size, device, options.rounds) for size in sizes)
     ]
     if dist.get_rank() == 0:
         options.out.write_text(json.dumps({"rows": rows, "fits": fits(rows)}, indent=1) + "\n")
@@ -89,14 +91,14 @@ def fits(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
     return {name: vars(fit([r["bytes"] for r in own], [r["seconds"] for r in own])) for name, own in members.items()}
 
 
-def timed(make: Callable[[int, torch.device], tuple[Call, int]], size: int, device: torch.device, calls: int) -> Any:
+def timed(make: Callable[[int, torch.device], tuple[Call, int]], size: int, device: torch.device, rounds: int) -> Any:
     """Bytes that the rank which receives most gets, and median seconds on the slowest rank."""
     call, received = make(size, device)
     for _ in range(3):
         call()
     clock = _cuda_seconds if device.type == "cuda" else _seconds
     found = []
-    for _ in range(calls):
+    for _ in range(rounds):
         dist.barrier()
         found.append(clock(call))
     both = torch.tensor([statistics.median(found), float(received)], dtype=torch.float64)
@@ -107,18 +109,28 @@ def timed(make: Callable[[int, torch.device], tuple[Call, int]], size: int, devi
 
 def _seconds(call: Call) -> float:
     began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
+    for _ in range(CALLS):
+        call()
+    return (time.perf_counter() - began) / CALLS
 
 
 def _cuda_seconds(call: Call) -> float:
     start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
+    _keep_busy()
     start.record()
-    call()
+    for _ in range(CALLS):
+        call()
     stop.record()
     torch.cuda.synchronize()
-    return 1e-3 * start.elapsed_time(stop)
+    return 1e-3 * start.elapsed_time(stop) / CALLS
+
+
+def _keep_busy() -> None:
+    """Some milliseconds of work for the device."""
+    square = torch.ones(4096, 4096, device="cuda")
+    for _ in range(2):
+        square @ square
 
 
 def _bytes(count: int, device: torch.device) -> Tensor:

@@ -1,7 +1,8 @@
 """Runs of `moec train` that go on in another layout, or after the death of a rank, against a run without a stop.
 
-1. Runs of one configuration to the same step: without a stop on N ranks, and in two parts. Where a step is fed the same
-   rows, losses have to agree: with fewer ranks a rank takes more rows.
+1. Runs of one configuration to the same step: without a stop on N ranks, and in two parts. Steps read the same rows,
+   with fewer ranks a rank takes more of them, so losses have to agree to rounding in the steps after the stop. In later
+   ones a near tie between two experts may be decided another way: they may be further apart.
 2. A rank is killed in the middle of a run. Noted are the seconds until the launcher has ended, what it said, and
    whether processes are left; then the run goes on.
 """
@@ -26,8 +27,8 @@ from benchmarks.distributed.jobs import Job, Outcome, descendants, end, run, sta
 STEPS, HALF, EVERY = 24, 12, 4
 LIMIT = 150.0
 STOP_SECONDS = 60.0
-LOSS_BOUND = 1e-4
-"""Relative, after some steps in which differences of rounding grow."""
+NEAR, FAR = 1e-5, 1e-2
+"""How far losses may be apart, relative, in the steps up to `EVERY` behind the stop, and in all of them."""
 
 
 class Runs:
@@ -137,7 +138,8 @@ def _against(found: list[float], reference: list[float]) -> dict[str, Any]:
         "steps": len(found),
         "largest_loss_difference": max(apart, default=None),
         "last_losses": [found[-1:], reference[-1:]],
-        "equal": complete and max(apart) <= LOSS_BOUND,
+        "largest_near_the_stop": max(apart[: HALF + EVERY], default=None),
+        "equal": complete and max(apart[: HALF + EVERY]) <= NEAR and max(apart) <= FAR,
     }
 
 

@@ -24,7 +24,7 @@ import json
 import statistics
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -59,14 +59,14 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
     options = parser.parse_args()
     device = join(torch.device(options.device))
-    rows = measure(options, device)
-    if dist.get_rank() == 0:
-        options.out.write_text(json.dumps(rows, indent=1) + "\n")
+    for rows in measure(options, device):
+        if dist.get_rank() == 0:
+            options.out.write_text(json.dumps(rows, indent=1) + "\n")
     dist.destroy_process_group()
 
 
-def measure(options: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
-    """One row per variant; all ranks call it together."""
+def measure(options: argparse.Namespace, device: torch.device) -> Iterator[list[dict[str, Any]]]:
+    """One row per variant, first with times and then with more of them profiled; all ranks call it together."""
     rows = {name: {"variant": name} for name in options.variants}
     steps = {name: made for name in options.variants if (made := _made(name, options, device, rows[name]))}
     times: dict[str, list[float]] = {name: [] for name in steps}
@@ -95,9 +95,10 @@ def measure(options: argparse.Namespace, device: torch.device) -> list[dict[str,
             "tokens_per_second": options.batch * options.length * dist.get_world_size() / statistics.median(found),
             "losses": [losses[name][0], losses[name][-1]],
         }
-        if device.type == "cuda":
-            _profile(rows[name], steps[name], rows_of(options, options.steps, device))
-    return list(rows.values())
+    yield list(rows.values())
+    for name in steps if device.type == "cuda" else ():
+        _profile(rows[name], steps[name], rows_of(options, options.steps, device))
+        yield list(rows.values())
 
 
 def _made(name: str, options: argparse.Namespace, device: torch.device, row: dict[str, Any]) -> Step | None:
