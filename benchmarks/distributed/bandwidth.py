@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import statistics
 import time
@@ -55,10 +56,15 @@ def fit(sizes: Sequence[float], seconds: Sequence[float]) -> Line:
     measured = torch.tensor(seconds, dtype=torch.float64)
     columns = torch.stack((torch.ones_like(size), size), 1) / measured.unsqueeze(1)
     latency, per_byte = torch.linalg.lstsq(columns, torch.ones_like(size).unsqueeze(1)).solution.flatten().tolist()
-    if latency < 0:
-        latency, per_byte = 0.0, float((size / measured).sum() / (size / measured).square().sum())
+    if latency < 0 or per_byte < 0:
+        latency, per_byte = (0.0, _scale(columns[:, 1])) if latency < 0 else (_scale(columns[:, 0]), 0.0)
     error = ((latency + per_byte * size) / measured - 1).abs().mean()
-    return Line(latency, 1 / per_byte, float(error))
+    return Line(latency, 1 / per_byte if per_byte else math.inf, float(error))
+
+
+def _scale(column: Tensor) -> float:
+    """The factor that brings a column nearest to ones."""
+    return float(column.sum() / column.square().sum())
 
 
 def main() -> None:
