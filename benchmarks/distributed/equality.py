@@ -119,7 +119,7 @@ def verify(case: Case, device: torch.device) -> Report:
     """What one rank does; all call it together."""
     plan = case.plan(dist.get_world_size())
     ranks = connect(plan.mesh, device)
-    return verify_ranks(case.build(device), plan, ranks)
+    return verify_ranks(case.build(device), plan, ranks, case.build(device) if ranks.is_first else None)
 
 
 def verdict(report: Report) -> dict[str, Any]:

@@ -21,7 +21,8 @@ import torch
 from moec.compiler.plan import MeshPlan
 from moec.runtime.control import summed
 from moec.runtime.groups import connect, watch_of
-from moec.runtime.launch import join, launch, launched
+from moec.runtime.launch import join, launch
+from moec.runtime.launched import launched
 from moec.runtime.watch import watched
 
 ROUNDS = 20
