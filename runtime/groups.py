@@ -17,7 +17,7 @@ move such weights as bytes.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any, ClassVar, cast
@@ -45,7 +45,7 @@ _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 class _Connected:
     """What this process is connected by.
 
-    world: torch's default group at the time. count, watches: calls of `connect` and of `watch_of`. roles: those that
+    world: torch's default group at the time. count, watches: calls of `connect` and of `watch_of`. mesh: whose groups
     are registered. built: every group so far, by role, ranks and backend; torch names a group by its ranks, so
     building one again would find what is left of the first.
     """
@@ -53,7 +53,7 @@ class _Connected:
     world: dist.ProcessGroup | None = None
     count = watches = 0
     built: ClassVar[dict[tuple[str, tuple[int, ...], str], dist.ProcessGroup]] = {}
-    roles: ClassVar[list[str]] = []
+    mesh: MeshPlan | None = None
 
 
 def connect(
@@ -105,27 +105,47 @@ def connect(
             hint="check that the ranks reach each other over the network and that each has a device of its own, and "
             "start them again",
         )
-    for role, group in groups.items():
+    for group in groups.values():
         set_process_group_timeout(timedelta(seconds=collective_seconds), group)
-        register_process_group(cast(Any, role), group)
-        _Connected.roles.append(role)
+    _register(mesh, groups)
     return Ranks(mesh, rank)
 
 
 def disconnect() -> None:
     """Take the roles of the last `connect` away; does nothing without one."""
     if dist.is_initialized() and dist.group.WORLD is _Connected.world:
-        for role in _Connected.roles:
+        for role in ROLES if _Connected.mesh is not None else ():
             unregister_process_group(cast(Any, role))
     else:
         _Connected.built.clear()
         _Connected.world = dist.group.WORLD if dist.is_initialized() else None
-    _Connected.roles.clear()
+    _Connected.mesh = None
+
+
+def use(mesh: MeshPlan) -> None:
+    """Let the roles mean the groups of this mesh again, after another one was connected: steps may take turns.
+
+    Does nothing where these groups were never built, as for simulated ranks. Every rank calls it for itself.
+    """
+    now = _Connected.mesh
+    if now is None or (now.world, now.ep) == (mesh.world, mesh.ep) or dist.get_world_size() != mesh.world:
+        return
+    wanted = {role: group_of(mesh, role, dist.get_rank()) for role in ROLES}
+    groups = {role: group for (role, members, _), group in _Connected.built.items() if members == wanted[role]}
+    if len(groups) == len(ROLES):
+        disconnect()
+        _register(mesh, groups)
+
+
+def _register(mesh: MeshPlan, groups: Mapping[str, dist.ProcessGroup]) -> None:
+    for role, group in groups.items():
+        register_process_group(cast(Any, role), group)
+    _Connected.mesh = mesh
 
 
 def watch_of(ranks: Ranks, seconds: float, way_back: Callable[[], str]) -> Watch | None:
     """A watch of the connected ranks, to be given to `watched`; all ranks ask for it together. None without any."""
-    if not _Connected.roles:
+    if _Connected.mesh is None:
         return None
     _Connected.watches += 1
     topic = f"moec/watch/{_Connected.watches}"

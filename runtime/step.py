@@ -184,7 +184,12 @@ class TrainStep:
 
     def _meet(self) -> None:
         """Before anything runs on several ranks: they have to be about to run the same."""
-        if self._world == 1 or self._met:
+        if self._world == 1:
+            return
+        from moec.runtime.groups import use  # loads torch.distributed, which one rank does not need
+
+        use(self.plan.mesh)
+        if self._met:
             return
         text = Path(str(self.program.__file__)).read_text(encoding="utf-8")
         collectives = getattr(self.program, "COLLECTIVES", ())

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moec.compiler.layout import rows_per_rank
+from moec.runtime.groups import use
 
 if TYPE_CHECKING:
     from moec.runtime.sharded_state import ShardedState
@@ -23,6 +24,7 @@ _functional = torch.ops._c10d_functional
 def whole(state: ShardedState, path: str, local: Tensor) -> Tensor:
     """The whole of a tensor over this rank's rows of the weight at `path`: the weight itself, a moment, a gradient."""
     shard, mesh = state.shards[path], state.mesh
+    use(mesh)
     shape = shard.shape or (1,)
     if shard.role == "dense":
         return _joined(local, shape[0], mesh.world, "gather").reshape(shard.shape)

@@ -16,7 +16,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 TIMED_OUT = "timed out"
-_LINES = 25
+_LINES = 60
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from moec.compiler.errors import RankError
 from moec.compiler.plan import MeshPlan
 from moec.runtime import differences, groups
 from moec.runtime.collective import record_collectives
-from moec.runtime.groups import connect, disconnect
+from moec.runtime.groups import connect, disconnect, use
 from moec.runtime.ranks import Ranks
 from moec.runtime.simulate import simulate
 from tests.runtime.outcomes import run_ranks, values
@@ -89,6 +89,9 @@ def sizes_after_reconnecting(rank: int) -> list[Any]:
         connect(mesh, CPU)
         own = torch.tensor([float(rank)])
         found.append([f.wait_tensor(f.all_reduce(own, "sum", role)).item() for role in ("exchange", "expert_gather")])
+    for mesh in (MeshPlan(fsdp=4, ep=2), MeshPlan(fsdp=8, ep=2), MeshPlan(fsdp=4, ep=4)):
+        use(mesh)
+        found.append([f.wait_tensor(f.all_reduce(own, "sum", role)).item() for role in ("exchange", "expert_gather")])
     disconnect()
     try:
         f.all_reduce(own, "sum", "exchange")
@@ -102,7 +105,9 @@ def test_a_process_connects_again_with_another_mesh() -> None:
     outcomes = values(run_ranks(4, sizes_after_reconnecting))
     assert outcomes[1][:3] == [[1.0, 4.0], [6.0, 1.0], [1.0, 6.0]]
     assert outcomes[2][:3] == [[5.0, 2.0], [6.0, 2.0], [2.0, 6.0]]
-    assert "exchange" in outcomes[0][3]
+    for outcome in outcomes:
+        assert outcome[3:6] == [outcome[0], outcome[0], outcome[1]]
+    assert "exchange" in outcomes[0][6]
 
 
 def test_one_rank_needs_no_process_group() -> None:
