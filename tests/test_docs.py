@@ -6,6 +6,7 @@ MOEC_UPDATE_GOLDEN=1 pytest tests/test_docs.py    rewrites excerpts and tables; 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import runpy
@@ -458,6 +459,53 @@ def _sharded_step_rows(_: Path) -> Rows:
     ]
 
 
+def _rank_equality_rows(_: Path) -> Rows:
+    found: Rows = [["model", "dtype", "mesh", "numbers", "loss", "gradient, of its bound", "parameter", "equal"]]
+    for row in _results("distributed_equality")["rows"]:
+        model, dtype, *mesh = row["case"].split(":")
+        worst = row["worst"]
+        share = worst["gradient"]["error"] / worst["gradient"]["bound"]
+        errors = [f"{worst['loss']['error']:.1e}", f"{share:.2f}", f"{worst['parameter']['error']:.1e}"]
+        found.append([model, dtype, ", ".join(mesh), f"{row['compared']:,}", *errors, "yes" if row["equal"] else "no"])
+    return found
+
+
+def _rank_restart_rows(_: Path) -> Rows:
+    return [
+        ["run", "steps", "loss of the first 16 steps apart", "of all 24"],
+        *(
+            [r["run"], str(r["steps"]), f"{r['largest_near_the_stop']:.1e}", f"{r['largest_loss_difference']:.1e}"]
+            for r in _results("distributed_restart")["rows"]
+        ),
+    ]
+
+
+def _bandwidth_rows(_: Path) -> Rows:
+    rows = _results("distributed_bandwidth")["rows"]
+    sizes = (2**12, 2**20, 2**24, 2**27, 2**30)
+    found: Rows = [["collective", *(f"{size / 2**20:.3g} MiB" for size in sizes), "latency", "rate", "error"]]
+    for row in (row for row in rows if "fit" in row):
+        times = [
+            min((r for r in rows if r["collective"] == row["collective"] and "bytes" in r), key=_away_from(size))
+            for size in sizes
+        ]
+        line = row["fit"]
+        found.append(
+            [
+                row["collective"],
+                *(f"{1e6 * r['seconds']:,.0f} µs" for r in times),
+                f"{1e6 * line['latency']:.0f} µs",
+                f"{1e-9 * line['bytes_per_second']:.0f} GB/s",
+                f"{line['error']:.0%}",
+            ]
+        )
+    return found
+
+
+def _away_from(size: int) -> Callable[[dict[str, Any]], float]:
+    return lambda row: abs(math.log(row["bytes"] / size))
+
+
 def _results(name: str) -> dict[str, Any]:
     return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
 
@@ -495,4 +543,7 @@ TABLES: dict[str, Callable[[Path], Rows]] = {
     "ranks compile": _rank_compile_rows,
     "wire": _wire_rows,
     "sharded step": _sharded_step_rows,
+    "equality of ranks": _rank_equality_rows,
+    "restarts": _rank_restart_rows,
+    "bandwidth": _bandwidth_rows,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -13,7 +14,9 @@ from moec.compiler import dialect
 from moec.compiler.cost import HOST_BYTES, NETWORK_BYTES, Cost, graph_cost, node_bytes, node_flops
 from moec.compiler.differentiate import differentiate
 from moec.compiler.graph import Unit
-from moec.compiler.hardware import Hardware, hardware
+from moec.compiler.hardware import Hardware, Link, hardware
+from moec.compiler.plan import MeshPlan
+from moec.compiler.wire import Collective
 
 from .units import unit_of
 
@@ -141,3 +144,22 @@ def test_symbolic_sizes_count_by_their_hint_and_add_no_guard() -> None:
     guards = len(environment.guards)
     assert graph_cost(dynamic.graph) == graph_cost(unit_of(Call(pool), *args).graph)
     assert len(environment.guards) == guards
+
+
+def test_a_collective_takes_the_line_of_its_kind_within_a_host_and_the_network_beyond() -> None:
+    device = dataclasses.replace(DEVICE, host_devices=8, links={"all_gather": Link(1e-3, 1e6)})
+    gather = Collective("all_gather", "gather", "uint8", 1000, 1)
+    assert gather.seconds(MeshPlan(fsdp=2), device) == pytest.approx(1e-3 + 1e-3)
+    assert gather.seconds(MeshPlan(fsdp=8), device) == pytest.approx(1e-3 + 7e-3)
+    assert gather.seconds(MeshPlan(fsdp=16), device) == pytest.approx(15e3 / DEVICE.network_bytes)
+    experts = dataclasses.replace(gather, role="expert_gather")
+    assert experts.seconds(MeshPlan(fsdp=16, ep=8), device) == pytest.approx(1e3 / DEVICE.network_bytes)
+    reduction = dataclasses.replace(gather, kind="reduce_scatter")
+    assert reduction.seconds(MeshPlan(fsdp=2), device) == pytest.approx(1e3 / DEVICE.network_bytes)
+
+
+def test_the_links_of_an_h200_are_known() -> None:
+    links = hardware().links
+    assert set(links) == {"all_gather", "reduce_scatter", "all_reduce", "all_to_all"}
+    assert all(2e11 < link.bytes_per_second < 4.5e11 and 0 < link.latency < 1e-3 for link in links.values())
+    assert hardware().host_devices == 8

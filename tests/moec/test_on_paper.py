@@ -67,7 +67,7 @@ def test_the_tables_say_what_a_rank_holds_and_sends(compiled: list[tuple[Path, s
     for kind, role in {(c.kind, c.role) for c in collectives}:
         ours = [c for c in collectives if (c.kind, c.role) == (kind, role)]
         sent = size_text(sum(c.wire_bytes(MESH) for c in ours))
-        assert re.search(rf"{kind} *│ {role} *│ *{len(ours)} │ *[^│]*│ *{sent}│", output), (kind, role)
+        assert re.search(rf"{kind} *│ {role} *│ *{len(ours)} │ *[^│]*│ *{sent} │", output), (kind, role)
 
 
 @pytest.mark.slow
