@@ -31,6 +31,8 @@ EXPENSIVE = [
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
     _moec.grouped_linear.default,
+    _moec.expert_up.default,
+    _moec.expert_down.default,
     _moec.attention.default,
     _moec.sparse_attention.default,
     _moec.kda.default,
