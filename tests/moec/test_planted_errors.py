@@ -102,6 +102,7 @@ PLANTS = {
     "chunk_loss": Plant(_OPS.linear_cross_entropy_sum.default, "logit_scale", times(1.1)),
     "fuse_attention_gate": Plant(_OPS.sigmoid_gate.default, "gate", scaled(1.1)),
     "fuse_kda": Plant(_OPS.kda.default, "lower_bound", times(1.1)),
+    "fuse_experts": Plant(_OPS.expert_down.default, "weights", scaled(1.1)),
 }
 PLAN = Plan(batch=2, length=12)
 
