@@ -16,7 +16,6 @@ import argparse
 import datetime
 import functools
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from gpu_timing import kernels, launches, median_ms, peak_mib
 from torch import Tensor
 
 ROOT = Path(__file__).parents[1]
@@ -332,7 +332,7 @@ def _of_experts(
         row["fwd_ms"] = median_ms(forward)
         row["launches_fwd"] = launches(forward)
         if shape.backward:
-            row["fwdbwd_ms"], row["peak_mib"] = median_ms(both), _peak_mib(both)
+            row["fwdbwd_ms"], row["peak_mib"] = median_ms(both), peak_mib(both)
             row["launches_fwdbwd"] = launches(both)
     except Exception as error:
         row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
@@ -347,50 +347,6 @@ def _of_up(shape: Shape, variant: str, prepare: Callable[[], Callable[[], Tensor
     except Exception as error:
         row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
     return row
-
-
-def _peak_mib(function: Callable[[], object]) -> int:
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    function()
-    torch.cuda.synchronize()
-    return round((torch.cuda.max_memory_allocated() - before) / 2**20)
-
-
-def median_ms(function: Callable[[], object], repeats: int = 7) -> float:
-    """Median time between events around a call, the cache flushed before each."""
-    flush = torch.empty(64 * 2**20, dtype=torch.int32, device="cuda")
-    for _ in range(2):
-        function()
-    times = []
-    for _ in range(repeats):
-        flush.zero_()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        function()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    return round(statistics.median(times), 3)
-
-
-def launches(function: Callable[[], object]) -> int:
-    return sum(count for count, _ in kernels(function).values())
-
-
-def kernels(function: Callable[[], object]) -> dict[str, tuple[int, float]]:
-    """Launches and microseconds on the GPU per kernel of one call."""
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        function()
-        torch.cuda.synchronize()
-    found: dict[str, tuple[int, float]] = {}
-    for event in profile.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            count, spent = found.get(event.name, (0, 0.0))
-            found[event.name] = (count + 1, spent + event.device_time)
-    return found
 
 
 def _profile(options: argparse.Namespace) -> None:

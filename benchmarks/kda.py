@@ -15,12 +15,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import statistics
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_timing import kernels, launches, median_ms, peak_mib
 from torch import Tensor
 
 import moec.codegen.triton  # noqa: F401  registers the kernels
@@ -125,52 +125,12 @@ def _row(shape: str, arguments: list[Any], grad: Tensor, launch: kda_launch.Laun
     def both() -> object:
         return kda_launch.forward(inputs, launch), kda_launch.backward(grad, inputs, launch)
 
-    forward_ms, both_ms = median_ms(forward), median_ms(both)
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    both()
-    torch.cuda.synchronize()
-    peak = (torch.cuda.max_memory_allocated() - before) / 2**20
     return {
-        "op": "kda", "shape": shape, "variant": "moec", "fwd_ms": round(forward_ms, 4), "fwdbwd_ms": round(both_ms, 4),
-        "peak_mib": round(peak), "launches_fwd": sum(n for n, _ in kernels(forward).values()),
-        "launches_fwdbwd": sum(n for n, _ in kernels(both).values()), "ok": None, "error": None,
+        "op": "kda", "shape": shape, "variant": "moec", "fwd_ms": median_ms(forward, 15),
+        "fwdbwd_ms": median_ms(both, 15), "peak_mib": peak_mib(both), "launches_fwd": launches(forward),
+        "launches_fwdbwd": launches(both), "ok": None, "error": None,
         "card": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
     }  # fmt: skip
-
-
-def median_ms(function: Any, repeats: int = 15) -> float:
-    """Median time between events around a call, the cache flushed before each."""
-    flush = torch.empty(64 * 2**20, dtype=torch.int32, device="cuda")
-    for _ in range(3):
-        function()
-    times = []
-    for _ in range(repeats):
-        flush.zero_()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        function()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times)
-
-
-def kernels(function: Any, calls: int = 1) -> dict[str, tuple[int, float]]:
-    """Launches and microseconds on the GPU per kernel of one call, averaged over `calls`."""
-    function()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(calls):
-            function()
-        torch.cuda.synchronize()
-    found: dict[str, tuple[int, float]] = {}
-    for event in profile.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            count, spent = found.get(event.name, (0, 0.0))
-            found[event.name] = (count + 1, spent + event.device_time / calls)
-    return {name: (count // calls, spent) for name, (count, spent) in found.items()}
 
 
 def _profile(options: argparse.Namespace) -> None:

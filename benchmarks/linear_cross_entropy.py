@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from gpu_timing import kernels, launches, median_ms, peak_mib
 from torch import Tensor
 
 import moec
@@ -203,8 +203,8 @@ def _row(variant: str, width: int, commit: str) -> dict[str, Any]:
             return gradients(loss, x, w, y)
 
         row["fwdbwd_ms"], row["fwd_ms"] = median_ms(both), median_ms(forward)
-        row["peak_mib"] = _peak_mib(both)
-        row["launches_fwd"], row["launches_fwdbwd"] = (sum(n for n, _ in kernels(f).values()) for f in (forward, both))
+        row["peak_mib"] = peak_mib(both)
+        row["launches_fwd"], row["launches_fwdbwd"] = (launches(f) for f in (forward, both))
     except Exception as error:
         row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
     return row
@@ -212,46 +212,6 @@ def _row(variant: str, width: int, commit: str) -> dict[str, Any]:
 
 def eager_in_float32(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
     return eager(x.float(), w.float(), y)
-
-
-def _peak_mib(function: Callable[[], object]) -> int:
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    function()
-    torch.cuda.synchronize()
-    return round((torch.cuda.max_memory_allocated() - before) / 2**20)
-
-
-def median_ms(function: Callable[[], object], repeats: int = 7) -> float:
-    """Median time between events around a call, the cache flushed before each."""
-    flush = torch.empty(64 * 2**20, dtype=torch.int32, device="cuda")
-    for _ in range(2):
-        function()
-    times = []
-    for _ in range(repeats):
-        flush.zero_()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        function()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    return round(statistics.median(times), 3)
-
-
-def kernels(function: Callable[[], object]) -> dict[str, tuple[int, float]]:
-    """Launches and microseconds on the GPU per kernel of one call."""
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        function()
-        torch.cuda.synchronize()
-    found: dict[str, tuple[int, float]] = {}
-    for event in profile.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            count, spent = found.get(event.name, (0, 0.0))
-            found[event.name] = (count + 1, spent + event.device_time)
-    return found
 
 
 def _profile(options: argparse.Namespace) -> None:

@@ -16,25 +16,20 @@ from torch import Tensor, fx
 
 from moec.codegen.triton import experts
 from moec.codegen.triton.epilogue_printer import epilogue_of
+from moec.codegen.triton.under_op import argument_names, refusal_by, register_under_ops, value_of
 from moec.compiler.dialect._define import asked_for
-from moec.compiler.dialect.registry import BODIES, size_hint
+from moec.compiler.dialect.registry import size_hint
 from moec.compiler.expression import parse
-from moec.compiler.lower import Implementation, argument_of, register_implementation
-from moec.compiler.workspace import register_workspace
+from moec.compiler.lower import argument_of
 
 _OPS: Any = torch.ops.moec
 _PARTS = 2
 """The most parts of a row that the kernels cut a product into."""
 
 
-def refusal(node: fx.Node) -> str:
-    """Why the kernels do not fit a call of one of the ops; '' when they fit."""
-    return reason(node.target, *(_value(argument_of(node, name)) for name in _names(node.target)))
-
-
 def reason(op: Any, *arguments: Any) -> str:
-    """The same for an op and the arguments of a call."""
-    given = dict(zip(_names(op), arguments, strict=False))
+    """Why the kernels do not fit a call of one of the ops; '' when they fit."""
+    given = dict(zip(argument_names(op), arguments, strict=False))
     found = experts.reason(op, *arguments)
     if found or "activation" not in given:
         return found or ("" if _on_cuda(arguments) else "its operands are not on a CUDA device")
@@ -163,7 +158,7 @@ def workspace(node: fx.Node) -> int | None:
     """Bytes that an op holds beyond inputs and results: rows of tokens, and of the hidden width in `expert_down`'s."""
     if refusal(node):
         return None
-    given = {name: _value(argument_of(node, name)) for name in _names(node.target)}
+    given = {name: value_of(argument_of(node, name)) for name in argument_names(node.target)}
     if "indices" in given:
         slots = size_hint(given["indices"].shape[0]) * size_hint(given["indices"].shape[1])
         return 8 * slots + 4 * (given["experts"] + 1) * (slots // 128 + 2)
@@ -184,14 +179,7 @@ def _on_cuda(arguments: Sequence[Any]) -> bool:
     return all(value.is_cuda for value in arguments if isinstance(value, Tensor))
 
 
-def _names(op: Any) -> list[str]:
-    return [argument.name for argument in op._schema.arguments]
-
-
-def _value(argument: Any) -> Any:
-    return argument.meta["val"] if isinstance(argument, fx.Node) else argument
-
-
+refusal = refusal_by(reason)
 TABLE: dict[Any, Callable[..., Any]] = {
     _OPS.expert_slots.default: _slots,
     _OPS.expert_up.default: _up,
@@ -199,18 +187,4 @@ TABLE: dict[Any, Callable[..., Any]] = {
     _OPS.expert_down.default: _down,
     _OPS.expert_down_backward.default: _down_backward,
 }
-
-
-def _on_device(op: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    """An op's kernels where they fit, its reference elsewhere."""
-
-    def run(*arguments: Any) -> Any:
-        return (BODIES[op] if reason(op, *arguments) else function)(*arguments)
-
-    return run
-
-
-for _op, _function in TABLE.items():
-    torch.library.register_kernel(_op, "cuda", _on_device(_op, _function))
-    register_implementation(_op, Implementation("triton", _op, refusal))
-    register_workspace(_op, workspace)
+register_under_ops(TABLE, reason, workspace)

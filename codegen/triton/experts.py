@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from moec.codegen.triton.under_op import argument_names, refusal_by, register_under_ops, value_of
 from moec.compiler import dialect  # noqa: F401  registers the ops
 from moec.compiler.dialect._define import asked_for
-from moec.compiler.dialect.registry import BODIES, size_hint
-from moec.compiler.lower import Implementation, argument_of, register_implementation
-from moec.compiler.workspace import register_workspace
+from moec.compiler.dialect.registry import size_hint
+from moec.compiler.lower import argument_of
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _OPS: Any = torch.ops.moec
@@ -25,14 +25,9 @@ _OPS: Any = torch.ops.moec
 _WEIGHTS = ("weights",)
 
 
-def refusal(node: fx.Node) -> str:
-    """Why the kernels do not fit a call of one of the ops; '' when they fit."""
-    return reason(node.target, *(_value(argument_of(node, a.name)) for a in node.target._schema.arguments))  # type: ignore[union-attr]
-
-
 def reason(op: Any, *arguments: Any) -> str:
-    """The same for an op and the arguments of a call."""
-    names = [argument.name for argument in op._schema.arguments]
+    """Why the kernels do not fit a call of one of the ops; '' when they fit."""
+    names = argument_names(op)
     floats = {
         name: value
         for name, value in zip(names, arguments, strict=False)
@@ -50,10 +45,6 @@ def reason(op: Any, *arguments: Any) -> str:
         text = ", ".join(f"{name} {str(v.dtype).removeprefix('torch.')}" for name, v in floats.items())
         return f"operands are of several dtypes or of another than bfloat16, float16, float32: {text}"
     return ""
-
-
-def _value(argument: Any) -> Any:
-    return argument.meta["val"] if isinstance(argument, fx.Node) else argument
 
 
 def _permute(x: Tensor, indices: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -111,20 +102,17 @@ def workspace(node: fx.Node) -> int | None:
     """Bytes that the kernels hold beyond inputs and results: lists of tiles, numbers of slots."""
     if refusal(node):
         return None
-    offsets = _value(argument_of(node, "offsets")) if "offsets" in _names(node) else None
+    offsets = value_of(argument_of(node, "offsets")) if "offsets" in argument_names(node.target) else None
     if offsets is not None:
-        rows = size_hint(_value(argument_of(node, _names(node)[0])).shape[0])
+        rows = size_hint(value_of(argument_of(node, argument_names(node.target)[0])).shape[0])
         return 8 * (rows // 128 + 2) + 16 * size_hint(offsets.shape[0])
-    if "indices" in _names(node) and "experts" in _names(node):
-        count = size_hint(_value(argument_of(node, "indices")).numel())
+    if "indices" in argument_names(node.target) and "experts" in argument_names(node.target):
+        count = size_hint(value_of(argument_of(node, "indices")).numel())
         return 16 * count + 4 * (argument_of(node, "experts") + 1) * (count // 128 + 2)
-    return 16 * size_hint(_value(argument_of(node, "order")).shape[0])
+    return 16 * size_hint(value_of(argument_of(node, "order")).shape[0])
 
 
-def _names(node: fx.Node) -> list[str]:
-    return [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-
-
+refusal = refusal_by(reason)
 TABLE: dict[Any, Callable[..., Any]] = {
     _OPS.permute.default: _permute,
     _OPS.permute_backward.default: _permute_backward,
@@ -133,18 +121,4 @@ TABLE: dict[Any, Callable[..., Any]] = {
     _OPS.unpermute.default: _unpermute,
     _OPS.unpermute_backward.default: _unpermute_backward,
 }
-
-
-def _on_device(op: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    """An op's kernels where they fit, its reference elsewhere."""
-
-    def run(*arguments: Any) -> Any:
-        return (BODIES[op] if reason(op, *arguments) else function)(*arguments)
-
-    return run
-
-
-for _op, _function in TABLE.items():
-    torch.library.register_kernel(_op, "cuda", _on_device(_op, _function))
-    register_implementation(_op, Implementation("triton", _op, refusal))
-    register_workspace(_op, workspace)
+register_under_ops(TABLE, reason, workspace)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from moec.codegen.triton.kda_workspace import backward_workspace, forward_workspace
+from moec.codegen.triton.under_op import value_of
 from moec.compiler import dialect  # noqa: F401  registers moec::kda, whose schemas are used below
 from moec.compiler.dialect._define import only_asked_for
 from moec.compiler.dialect.kda import backward_fake
@@ -52,7 +53,7 @@ def _backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
 def refusal(node: fx.Node) -> str:
     """Why the kernels do not fit a call of `moec::kda` or `moec::kda_backward`; '' when they fit."""
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    values = {name: _value(argument_of(node, name)) for name in names}
+    values = {name: value_of(argument_of(node, name)) for name in names}
     if values["q"].device.type != "cuda":
         return f"q is on {values['q'].device.type}, the kernels need a CUDA device"
     if importlib.util.find_spec("triton") is None:
@@ -100,10 +101,6 @@ def shape_refusal(values: dict[str, Any]) -> str:
         if len(taps) > 1 or max(taps) > 4:
             return f"convolutions of {sorted(taps)} taps, expected one width of at most 4"
     return ""
-
-
-def _value(argument: Any) -> Any:
-    return argument.meta["val"] if isinstance(argument, fx.Node) else argument
 
 
 def _checked(arguments: tuple[Any, ...], op: torch._ops.OpOverload) -> tuple[Any, ...]:

@@ -7,11 +7,10 @@ the results are.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, fx
 
+from moec.codegen.triton.under_op import value_of
 from moec.compiler.dialect.registry import nbytes, size_hint
 from moec.compiler.lower import argument_of
 
@@ -29,7 +28,7 @@ def forward_workspace(node: fx.Node) -> int:
 
 def backward_workspace(node: fx.Node) -> int:
     """Of a call of `moec::kda_triton_backward`: the more of what is held at its chunks, and at the convolutions."""
-    sizes, given = _Sizes(node), {n: _value(argument_of(node, n)) for n in ("gate", "beta", "output_gate")}
+    sizes, given = _Sizes(node), {n: value_of(argument_of(node, n)) for n in ("gate", "beta", "output_gate")}
     made = sum(nbytes(value) for value in given.values() if value is not None)
     partials = _FLOAT * sizes.rows * (sizes.heads * sizes.parts + sizes.gates + sizes.norms)
     by_row = CHUNK * (2 + sizes.parts + (sizes.parts if sizes.scalar else 0)) + 1
@@ -48,7 +47,7 @@ class _Sizes:
     """Of the arguments of a call, by the names of its schema."""
 
     def __init__(self, node: fx.Node) -> None:
-        q, k, v, gate = (_value(argument_of(node, name)) for name in ("q", "k", "v", "gate"))
+        q, k, v, gate = (value_of(argument_of(node, name)) for name in ("q", "k", "v", "gate"))
         key_heads, self.heads = int(argument_of(node, "heads")), int(argument_of(node, "value_heads"))
         self.batch, self.length, width = (size_hint(size) for size in q.shape)
         self.keys, self.values = width // key_heads, size_hint(v.shape[2]) // self.heads
@@ -60,7 +59,7 @@ class _Sizes:
         self.item = q.element_size()
         self.operands = nbytes(q) + nbytes(k) + nbytes(v)
         self.before_convolutions = self.batch * self.length * self.heads * (2 * self.keys + self.values) * self.item
-        taps = [_value(argument_of(node, name)) for name in ("conv_q", "conv_k", "conv_v")]
+        taps = [value_of(argument_of(node, name)) for name in ("conv_q", "conv_k", "conv_v")]
         self.taps = sum(size_hint(value.numel()) for value in taps if value is not None)
         self.convolved, self.scalar = int(self.taps > 0), self.gates == self.heads
         from moec.codegen.triton.kda_launch import (
@@ -75,7 +74,3 @@ def _copies(node: fx.Node) -> int:
     """Operands with gaps are copied."""
     given = (source.meta.get("val") for source in node.all_input_nodes)
     return sum(nbytes(value) for value in given if isinstance(value, Tensor) and not value.is_contiguous())
-
-
-def _value(argument: Any) -> Any:
-    return argument.meta["val"] if isinstance(argument, fx.Node) else argument

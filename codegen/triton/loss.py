@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from moec.codegen.triton.under_op import value_of
 from moec.compiler import dialect  # noqa: F401  registers the ops
 from moec.compiler.dialect import log_probs, loss, loss_shards
 from moec.compiler.dialect.head import REFERENCE, Kernels
@@ -27,7 +28,7 @@ _OPS: Any = torch.ops.moec
 
 def refusal(node: fx.Node) -> str:
     """Why the kernels do not fit a call of one of the ops; '' when they fit."""
-    return reason(*(_value(argument_of(node, argument.name)) for argument in node.target._schema.arguments))  # type: ignore[union-attr]
+    return reason(*(value_of(argument_of(node, argument.name)) for argument in node.target._schema.arguments))  # type: ignore[union-attr]
 
 
 def reason(*arguments: Any) -> str:
@@ -45,10 +46,6 @@ def reason(*arguments: Any) -> str:
         found = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in matrices))
         return f"hidden and weight are {found}, expected one of bfloat16, float16, float32"
     return ""
-
-
-def _value(argument: Any) -> Any:
-    return argument.meta["val"] if isinstance(argument, fx.Node) else argument
 
 
 def _on_device(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -81,7 +78,7 @@ def workspace(node: fx.Node) -> int | None:
         return None
     if all(argument.name != "rows" for argument in node.target._schema.arguments):  # type: ignore[union-attr]
         return 0
-    hidden, weight, rows, columns = (_value(argument_of(node, n)) for n in ("hidden", "weight", "rows", "columns"))
+    hidden, weight, rows, columns = (value_of(argument_of(node, n)) for n in ("hidden", "weight", "rows", "columns"))
     chunk = min(size_hint(hidden.shape[0]), rows) * min(size_hint(weight.shape[0]), columns) * hidden.element_size()
     rounded = [
         value for value in node.meta["val"] if value.dim() == 2 and value.element_size() < torch.float32.itemsize

@@ -12,25 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from moec.codegen.triton.under_op import argument_names, refusal_by, register_under_ops
 from moec.compiler import dialect  # noqa: F401  registers the ops
-from moec.compiler.dialect.registry import BODIES
-from moec.compiler.lower import Implementation, argument_of, register_implementation
-from moec.compiler.workspace import register_workspace
 
 _OPS: Any = torch.ops.moec
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MOST = 4096
 
 
-def refusal(node: fx.Node) -> str:
-    """Why the kernels do not fit a call of one of the ops; '' when they fit."""
-    arguments = (argument_of(node, argument.name) for argument in node.target._schema.arguments)  # type: ignore[union-attr]
-    return reason(node.target, *(value.meta["val"] if isinstance(value, fx.Node) else value for value in arguments))
-
-
 def reason(op: Any, *arguments: Any) -> str:
-    """The same for an op and the arguments of a call."""
-    given = dict(zip((argument.name for argument in op._schema.arguments), arguments, strict=True))
+    """Why the kernels do not fit a call of one of the ops; '' when they fit."""
+    given = dict(zip(argument_names(op), arguments, strict=True))
     logits: Tensor = given["logits"]
     experts, groups = logits.shape[1], given.get("groups", 1)
     if not logits.is_cuda:
@@ -58,23 +50,11 @@ def _route_backward(*arguments: Any) -> Any:
     return route_launch.route_backward(*arguments)
 
 
-def _on_device(op: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    """An op's kernel where it fits, its reference elsewhere."""
-
-    def run(*arguments: Any) -> Any:
-        return (BODIES[op] if reason(op, *arguments) else function)(*arguments)
-
-    return run
-
-
 def workspace(node: fx.Node) -> int | None:
     """The kernels hold nothing beyond inputs and results."""
     return None if refusal(node) else 0
 
 
+refusal = refusal_by(reason)
 TABLE: dict[Any, Callable[..., Any]] = {_OPS.route.default: _route, _OPS.route_backward.default: _route_backward}
-
-for _op, _function in TABLE.items():
-    torch.library.register_kernel(_op, "cuda", _on_device(_op, _function))
-    register_implementation(_op, Implementation("triton", _op, refusal))
-    register_workspace(_op, workspace)
+register_under_ops(TABLE, reason, workspace)
