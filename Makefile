@@ -18,7 +18,7 @@ test: $(VENV)/ready-dev
 	$(PYTEST) -n $(WORKERS) -m "not slow and not gpu"
 
 slow: $(VENV)/ready-dev
-	$(PYTEST) -m "slow and not gpu"
+	$(PYTEST) -n $(WORKERS) -m "slow and not gpu"
 
 lint: $(VENV)/ready-dev
 	$(RUN) -m ruff check .
