@@ -38,6 +38,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, str]]
         out = tmp_path_factory.mktemp(f"rank{rank}")
         command = [sys.executable, "-m", "moec", "compile", "tests.moec.test_on_paper:make_wide", "--out", str(out)]
         here = {"RANK": str(rank), "WORLD_SIZE": "128", "PYTHONHASHSEED": str(rank), "OMP_NUM_THREADS": "1"}
+        here["COLUMNS"] = "120"  # pytest's workers set it to less than the tables take
         done = subprocess.run(
             [*command, *SHAPE], cwd=ROOT, env={**os.environ, **here}, capture_output=True, text=True, check=False
         )
