@@ -37,11 +37,12 @@ from caching_largest import LargestFirst
 from caching_table import print_table
 from caching_torch import EXPENSIVE, WAYS, TorchStep, kernels_for_autograd
 from record import RESULTS, environment
+from step_peak import measure_peak
 from torch import Tensor, nn
 
 import moec
 from moec import driver
-from moec.compiler.allocations import AllocationCount, held_bytes
+from moec.compiler.allocations import held_bytes
 from moec.compiler.plan import CachePlan, CacheRule, Plan
 from moec.passes import place_cache
 from moec.placing import step_over
@@ -213,7 +214,7 @@ def _measure(step: Any, batch: dict[str, Tensor], steps: int, device: str, used:
     step(batch)
     state.clear_gradients()
     known = held_bytes(state.tensors()) + held_bytes(batch)
-    peak, libraries = (_on_cuda if device == "cuda" else _on_cpu)(lambda: step(batch), known)
+    peak, libraries = measure_peak(lambda: step(batch), known, device)
     used.alone()
     steps = max(2, min(steps, int(1.0 / _timed(lambda: step(batch), device))))
     whole = [_timed(lambda: step(batch), device) for _ in range(steps)]
@@ -236,22 +237,6 @@ def _timed(function: Callable[[], object], device: str) -> float:
     if device == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - began
-
-
-def _on_cuda(function: Callable[[], object], known: int) -> tuple[int, int]:
-    """The peak without what the libraries hold between steps, and that."""
-    torch.cuda.synchronize()
-    libraries = torch.cuda.memory_allocated() - known
-    torch.cuda.reset_peak_memory_stats()
-    function()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - libraries, libraries
-
-
-def _on_cpu(function: Callable[[], object], known: int) -> tuple[int, int]:
-    with AllocationCount() as count:
-        function()
-    return count.peak + known, 0
 
 
 def _model(graph: str, device: str, scale: int) -> nn.Module:

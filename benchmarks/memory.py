@@ -22,10 +22,11 @@ from typing import Any
 import gpu_workers
 import torch
 from record import write_result
+from step_peak import measure_peak
 from torch import nn
 
 import moec
-from moec.compiler.allocations import AllocationCount, held_bytes
+from moec.compiler.allocations import held_bytes
 from moec.compiler.plan import CachePlan, CacheRule, LossPlan, Plan
 from moec.models.build import build
 from moec.models.huggingface.adapter import from_config
@@ -136,7 +137,7 @@ def _compared(name: str, device: str, scale: int) -> dict[str, Any]:
     step.state.clear_gradients()
     gc.collect()
     state, batch = held_bytes(step.state.tensors()), next(batches)
-    found, libraries = (_on_cuda if device == "cuda" else _on_cpu)(lambda: step(batch), state + held_bytes(batch))
+    found, libraries = measure_peak(lambda: step(batch), state + held_bytes(batch), device)
     return {
         "plan": name,
         "predicted": step.memory.peak,
@@ -147,22 +148,6 @@ def _compared(name: str, device: str, scale: int) -> dict[str, Any]:
         "where": step.memory.where,
         "error": None,
     }
-
-
-def _on_cuda(run: Callable[[], object], known: int) -> tuple[int, int]:
-    """The peak without the libraries' share, and that share."""
-    torch.cuda.synchronize()
-    libraries = torch.cuda.memory_allocated() - known
-    torch.cuda.reset_peak_memory_stats()
-    run()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - libraries, libraries
-
-
-def _on_cpu(run: Callable[[], object], known: int) -> tuple[int, int]:
-    with AllocationCount() as count:
-        run()
-    return count.peak + known, 0
 
 
 if __name__ == "__main__":

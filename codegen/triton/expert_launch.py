@@ -27,6 +27,7 @@ from moec.codegen.triton.expert_rows import (
 )
 from moec.codegen.triton.expert_sort import count_slots, place_slots, sum_blocks, sum_experts
 from moec.codegen.triton.expert_tiles import list_tiles
+from moec.compiler.dialect.experts import membership
 
 
 @dataclass(frozen=True)
@@ -235,8 +236,7 @@ def down_backward(
 
 def experts_of(offsets: Tensor, rows: int) -> Tensor:
     """The expert of each row, int32 [rows]; the last one for rows behind the last group."""
-    places = torch.arange(rows, device=offsets.device, dtype=offsets.dtype)
-    return torch.searchsorted(offsets, places, right=True, out_int32=True).clamp_max_(offsets.numel() - 1)
+    return membership(offsets, rows).clamp_max_(offsets.numel() - 1)
 
 
 def weight_gradient(

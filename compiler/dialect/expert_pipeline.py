@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from moec.compiler.dialect._define import asked_for, define_op, math_dtype
-from moec.compiler.dialect.experts import grouped_linear, sorted_slots, unpermute
+from moec.compiler.dialect.experts import grouped_linear, membership, sorted_slots, unpermute
 from moec.compiler.expression import Expression, parse
 
 _OPS = torch.ops.moec
@@ -265,7 +265,8 @@ def _down_backward(
         if of_weights and order is not None and weights is not None:
             by_row = (towards * act).sum(1)
             if bias is not None:
-                by_row += (grads * bias.index_select(0, _member(offsets, order.shape[0]))).sum(1, dtype=dtype)
+                member = membership(offsets, order.shape[0]).clamp_max(offsets.shape[0] - 1)
+                by_row += (grads * bias.index_select(0, member)).sum(1, dtype=dtype)
             grad_weights.view(-1)[order] = by_row.to(weights.dtype)
     if of_weight or of_bias:
         weighted = (act if scales is None else act * scales).to(pre.dtype) if of_weight else None
@@ -341,11 +342,6 @@ def _without_padding(rows: Tensor, offsets: Tensor) -> Tensor:
         return rows
     position = torch.arange(rows.shape[0], device=rows.device)
     return rows.masked_fill_((position >= offsets[-1]).unsqueeze(1), 0)
-
-
-def _member(offsets: Tensor, rows: int) -> Tensor:
-    position = torch.arange(rows, device=offsets.device, dtype=offsets.dtype)
-    return torch.searchsorted(offsets, position, right=True).clamp_max(offsets.shape[0] - 1)
 
 
 define_op(

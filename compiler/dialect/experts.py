@@ -132,7 +132,7 @@ def _grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | N
     x = x.contiguous()
     if _fits_grouped_mm(x, weight):
         y = F.grouped_mm(x, matrices, offs=offsets)
-        member = _membership(offsets, x.shape[0])
+        member = membership(offsets, x.shape[0])
         if bias is not None:
             y += bias.index_select(0, member.clamp_max(bias.shape[0] - 1))
         return y.masked_fill_((member == offsets.shape[0]).unsqueeze(1), 0)
@@ -163,7 +163,7 @@ def _grouped_linear_backward(
     left, right = (rows, grad_y) if transposed else (grad_y, rows)
     grad_x, grad_weight, grad_bias = _grouped_linear_backward_fake(grad_y, x, weight, offsets, bias, transposed, needed)
     if _fits_grouped_mm(grad_y, weight):
-        member = _membership(offsets, grad_y.shape[0])
+        member = membership(offsets, grad_y.shape[0])
         if of_x:
             grad_x = F.grouped_mm(grad_y, matrices, offs=offsets)
             grad_x.masked_fill_((member == offsets.shape[0]).unsqueeze(1), 0)
@@ -226,7 +226,7 @@ def _fits_grouped_mm(x: Tensor, weight: Tensor) -> bool:
     return x.device.type == "cuda" and bfloat16 and aligned and x.shape[0] > 0
 
 
-def _membership(offsets: Tensor, rows: int) -> Tensor:
+def membership(offsets: Tensor, rows: int) -> Tensor:
     """The expert of each row, int32 [rows]; rows past the last group get the number of experts."""
     position = torch.arange(rows, device=offsets.device, dtype=offsets.dtype)
     return torch.searchsorted(offsets, position, right=True, out_int32=True)

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +13,8 @@ import moec.codegen.triton  # noqa: F401  registers the kernels
 from moec.codegen.triton.experts import TABLE
 from moec.compiler.lower import IMPLEMENTATIONS, lower
 from moec.compiler.workspace import Workspaces
+from tests.kernels.sm_90 import compiled_for_sm_90
 
-ROOT = Path(__file__).parents[2]
 _OPS: Any = torch.ops.moec
 
 
@@ -80,13 +76,7 @@ def test_what_they_hold_is_small() -> None:
 @pytest.mark.slow
 def test_every_kernel_compiles_for_sm_90_without_spills(tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    path = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": path}
-    command = [sys.executable, str(ROOT / "tests" / "kernels" / "compile_experts.py")]
-    found = subprocess.run(command, capture_output=True, text=True, env=environment, cwd="/", timeout=280)
-    assert found.returncode == 0, found.stderr[-3000:]
-    built = json.loads(found.stdout.splitlines()[-1])
+    built = compiled_for_sm_90("compile_experts.py", tmp_path)
     assert len(built) == 6
     for name, kernel in built.items():
         # Older assemblers compile products from registers wrongly; and 227 KiB is what a program can have.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -17,10 +16,9 @@ from torch import fx
 from moec.codegen.triton import kda
 from moec.compiler.lower import lower
 from tests.kernels import kda_cases
+from tests.kernels.sm_90 import compiled_for_sm_90
 
 pytest.importorskip("triton")  # without it, that is all the lowering has to say
-
-ROOT = Path(__file__).parents[2]
 
 
 def _graph(device: str, **settings: Any) -> fx.Graph:
@@ -99,12 +97,7 @@ def test_importing_the_package_loads_no_kernel() -> None:
 @pytest.mark.slow
 def test_every_kernel_compiles_for_sm_90(tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(ROOT / "tests" / "kernels" / "compile_kda.py")]
-    found = subprocess.run(command, capture_output=True, text=True, env=environment, cwd="/", timeout=280)
-    assert found.returncode == 0, found.stderr[-3000:]
-    built = json.loads(found.stdout.splitlines()[-1])
+    built = compiled_for_sm_90("compile_kda.py", tmp_path)
     assert len(built) == 6
     # An H200 gives a program 227 KiB of shared memory.
     assert all(kernel["shared"] < 227 * 1024 and kernel["wgmma"] for kernel in built.values())

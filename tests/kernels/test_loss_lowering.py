@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import operator
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +13,8 @@ from torch import fx
 import moec.codegen.triton  # noqa: F401  registers the kernels
 from moec.compiler.lower import IMPLEMENTATIONS, argument_of, lower
 from moec.compiler.workspace import Workspaces
+from tests.kernels.sm_90 import compiled_for_sm_90
 
-ROOT = Path(__file__).parents[2]
 OP = torch.ops.moec.linear_cross_entropy_sum.default
 BACKWARD = torch.ops.moec.linear_cross_entropy_sum_backward.default
 
@@ -124,13 +120,7 @@ def _runs_on_cuda(op: Any) -> bool:
 @pytest.mark.slow
 def test_every_kernel_compiles_for_sm_90_without_spills(tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    path = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": path}
-    command = [sys.executable, str(ROOT / "tests" / "kernels" / "compile_loss.py")]
-    found = subprocess.run(command, capture_output=True, text=True, env=environment, cwd="/", timeout=280)
-    assert found.returncode == 0, found.stderr[-3000:]
-    built = json.loads(found.stdout.splitlines()[-1])
+    built = compiled_for_sm_90("compile_loss.py", tmp_path)
     assert len(built) == 7
     # Two programs of 512 threads fit an SM with 64 registers a thread; 16 bytes of stack are no spill of a loop.
     assert all(kernel["stack"] <= 16 and kernel["wide loads"] for kernel in built.values()), built
