@@ -95,7 +95,7 @@ BoardOption = Annotated[bool, typer.Option("--tensorboard", help="Write TensorBo
 @app.command()
 def presets() -> None:
     """List the built-in model configurations."""
-    from moec.overview import preset_table
+    from moec.preset_table import preset_table
 
     _show([preset_table()])
 

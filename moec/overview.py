@@ -1,4 +1,4 @@
-"""What the command line shows of presets and artefacts, as rich tables and lines."""
+"""What the command line shows of artefacts, as rich tables and lines."""
 
 from __future__ import annotations
 
@@ -22,10 +22,8 @@ from moec.compiler.log import PassLog, cost_columns
 from moec.compiler.pass_manager import PassRecord
 from moec.compiler.plan import Plan
 from moec.compiler.printer import StageGraphs
-from moec.models.build import build
-from moec.models.k3.counts import count_parameters
-from moec.models.presets import preset, preset_names
 from moec.passes.place_cache import PlaceCache
+from moec.preset_table import scaled
 from moec.rank_report import rank_report
 from moec.runtime.program import PROGRAM
 from moec.step import describe
@@ -33,18 +31,6 @@ from moec.step import describe
 _MIB = 2**20
 _NAMED = 8
 _TOP = "(top)"
-
-
-def preset_table() -> Table:
-    """Name, parameters and layers of every preset."""
-    table = Table(pad_edge=False)
-    for title in ("preset", "parameters", "active", "layers"):
-        table.add_column(title, justify="left" if title == "preset" else "right")
-    for name in preset_names():
-        config = preset(name)
-        counts = count_parameters(build(config, device="meta"))
-        table.add_row(name, _scaled(counts.total), _scaled(counts.active), _layers(config))
-    return table
 
 
 def compile_report(log: PassLog, folder: Path, seconds: float) -> Iterator[Any]:
@@ -61,7 +47,7 @@ def overview(folder: Path) -> Iterator[Any]:
     fingerprint, log = read_json(folder, FINGERPRINT), _read_log(folder)
     weights = read_json(folder, STATE_MAP)["weights"]
     count = sum(_numel(entry["shape"]) for entry in weights.values())
-    yield f"[bold]{escape(str(folder))}[/bold]: {describe(fingerprint)}; {_scaled(count)} parameters"
+    yield f"[bold]{escape(str(folder))}[/bold]: {describe(fingerprint)}; {scaled(count)} parameters"
     yield f"stages: {', '.join(read_stages(folder))}"
     yield from log.renderables()
     yield from _near_misses(log.records)
@@ -163,18 +149,6 @@ def _placement_table(log: PassLog) -> Table:
 def _where(folder: Path) -> Iterator[str]:
     yield f"program: {escape(str(folder / PROGRAM))}"
     yield f"graphs:  moec inspect {escape(str(folder))} --stage fused"
-
-
-def _layers(config: Any) -> str:
-    kinds = Counter(config.mixer(index) for index in range(config.layers))
-    return f"{config.layers} ({', '.join(f'{n} {kind}' for kind, n in kinds.items())})"
-
-
-def _scaled(count: int) -> str:
-    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if count >= size:
-            return f"{count / size:.2f}{unit}"
-    return str(count)
 
 
 def _numel(shape: list[int]) -> int:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 from moec.models.build import build
 from moec.models.k3.checkpoint import to_huggingface
-from moec.models.k3.counts import count_parameters
+from moec.models.k3.config import K3Config
+from moec.models.k3.counts import Counts, count_parameters
 from moec.models.k3.model import K3Model
+from moec.models.k3.moe import Experts
 from moec.models.k3.residual import DepthMix
-from moec.models.presets import preset
+from moec.models.presets import preset, preset_names
+from tests.models.k3_small import SMALL, kimi_linear_small, small
 
 VISION = 401_214_464 + 46_144_512
 EXPERT = 3 * 3584 * 3072
@@ -21,8 +26,18 @@ def k3() -> K3Model:
     return build("k3", dtype=torch.bfloat16, device="meta")
 
 
+def counted(model: K3Model) -> Counts:
+    """What a model holds, by its own tensors."""
+    tensors = [*model.parameters(), *(router.correction_bias for router in model.routers().values())]
+    total = sum(tensor.numel() for tensor in tensors)
+    routed = sum(p.numel() for module in model.modules() if isinstance(module, Experts) for p in module.parameters())
+    unused = routed // model.config.experts * (model.config.experts - model.config.top_k)
+    return Counts(total, total - unused, total - unused - model.embed.weight.numel())
+
+
 def test_k3_totals(k3: K3Model) -> None:
-    counts = count_parameters(k3)
+    counts = count_parameters(k3.config)
+    assert counts == counted(k3)
     assert counts.total == 2_779_484_476_000
     assert counts.total + VISION == 2_779_931_834_976
     assert counts.active == 105_364_017_760
@@ -30,7 +45,31 @@ def test_k3_totals(k3: K3Model) -> None:
 
 
 def test_kimi_linear_total() -> None:
-    assert count_parameters(build("kimi-linear-48b", device="meta")).total == 49_122_681_728
+    assert count_parameters(preset("kimi-linear-48b")).total == 49_122_681_728
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_what_a_configuration_says_is_what_its_model_holds(name: str) -> None:
+    """With fewer layers: at least one of each kind."""
+    full = preset(name).full_attention_layers[:2]
+    config = dataclasses.replace(preset(name), layers=full[-1], full_attention_layers=full)
+    assert count_parameters(config) == counted(build(config, device="meta"))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        SMALL,
+        kimi_linear_small(),
+        small(full_attention="gqa", kv_heads=3),
+        small(full_attention="dsa"),
+        small(full_attention="dsa", q_rank=0, attention_gate=False),
+        small(shared_size=0, dense_layers=0),
+        small(dense_layers=4, balancing=False, residual_block=0),
+    ],
+)
+def test_every_choice_is_counted(config: K3Config) -> None:
+    assert count_parameters(config) == counted(build(config, device="meta"))
 
 
 @pytest.mark.parametrize(
@@ -89,5 +128,5 @@ def test_precise_parameters_stay_float32(k3: K3Model) -> None:
 
 def test_tiny_presets_are_tiny() -> None:
     for name in ("k3-tiny", "k3-dsa-tiny"):
-        assert count_parameters(build(name, device="meta")).total < 1_500_000
+        assert count_parameters(preset(name)).total < 1_500_000
         assert preset(name).vocab_size > 256

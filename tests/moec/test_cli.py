@@ -101,6 +101,12 @@ def test_presets_are_listed_with_their_sizes() -> None:
     assert "8 (6 kda, 2 mla)" in text
 
 
+def test_presets_are_listed_without_loading_torch() -> None:
+    code = "import sys; from moec.cli import presets; presets(); sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, "602.02K" in done.stdout) == (0, True), done.stderr
+
+
 def test_compile_writes_everything_but_weights(artifact: Path) -> None:
     names = {path.name for path in artifact.iterdir()}
     assert names >= {"step.py", "plan.yaml", "log.jsonl", "state_map.json", "fingerprint.json", "graphs"}
@@ -220,7 +226,7 @@ def test_errors_of_use_are_explained(arguments: list[str], text: str, artifact: 
 
 
 def test_an_error_that_moec_did_not_expect_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moec.overview.preset_table", lambda: 1 / 0)
+    monkeypatch.setattr("moec.preset_table.preset_table", lambda: 1 / 0)
     assert isinstance(run("presets").exception, ZeroDivisionError)
 
 
