@@ -177,7 +177,9 @@ def calls_x(section: Section) -> str:
 # ranks, verification, plans
 
 
-@pytest.mark.parametrize(("fsdp", "ep", "mesh"), [(2, 2, {}), (4, 2, {"capacity": 8.0})])
+@pytest.mark.parametrize(
+    ("fsdp", "ep", "mesh"), [(2, 2, {}), pytest.param(4, 2, {"capacity": 8.0}, marks=pytest.mark.slow)]
+)
 def test_ranks_equal_one_rank(fsdp: int, ep: int, mesh: dict[str, float]) -> None:
     """Rows come from other ranks: no gather, and they go back one by one."""
     plan = replace(plan_of(fsdp, ep, packing=True, **mesh), enable=FUSED)

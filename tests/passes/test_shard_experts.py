@@ -175,10 +175,17 @@ def test_recomputation_exchanges_once_in_each_direction(fsdp: int, ep: int) -> N
 
 
 KINDS = ["k3-tiny", "k3-dsa-tiny", *TINY]
+QUICK_KINDS = {"k3-tiny", "mixtral", "gpt_oss"}
 KIND_MESHES = [(2, 2), (4, 2), (3, 3), (4, 4), (8, 8), (2, 2), (3, 3), (2, 2)]
 
 
-@pytest.mark.parametrize(("kind", "mesh"), zip(KINDS, KIND_MESHES, strict=True))
+@pytest.mark.parametrize(
+    ("kind", "mesh"),
+    [
+        pytest.param(kind, mesh, marks=() if kind in QUICK_KINDS else pytest.mark.slow)
+        for kind, mesh in zip(KINDS, KIND_MESHES, strict=True)
+    ],
+)
 def test_layers_of_known_models(kind: str, mesh: tuple[int, int]) -> None:
     def make() -> nn.Module:
         torch.manual_seed(0)

@@ -15,7 +15,7 @@ from moec.rank_checks import REDUCED, joined_batches, joined_plan, verify_lockst
 from tests.moec.small_models import SMALL_K3
 from tests.ranks.models import HUGGINGFACE, MESHES, PRESETS, model_of, needs_transformers, plan_of
 
-QUICK = ((2, 1), (4, 2), (3, 3))
+QUICK = ((2, 1), (4, 2))
 
 
 def check(name: str, fsdp: int, ep: int, **mesh: object) -> None:
