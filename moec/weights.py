@@ -32,6 +32,7 @@ from moec.runtime.team import PeerError, Team
 from moec.runtime.tensor_file import Entry
 from moec.runtime.weight_files import FileWeights, file_entries
 from moec.runtime.weight_source import fill_module
+from moec.weight_marks import Marks, check_same_files, checkpoint_marks, file_marks
 
 _OTHER_TOWERS = (r"vision_tower\.", r"mm_projector\.")
 _NAMED = 3
@@ -60,9 +61,15 @@ def check_weights(model: nn.Module, path: Path, ranks: Ranks) -> None:
 
 
 def on_every_rank(action: Callable[[], T], path: Path, ranks: Ranks, device: torch.device) -> T:
-    """What reading the weights at `path` gives; an error of one rank is a CheckpointError on all that says which."""
+    """What reading the weights at `path` gives, where all ranks find the same files there.
+
+    An error of one rank is a CheckpointError on all that says which.
+    """
+    team = Team(ranks.rank, ranks.world, device)
     try:
-        return Team(ranks.rank, ranks.world, device).together(action)
+        if ranks.world > 1:
+            check_same_files(path, lambda: _marks(path), team)
+        return team.together(action)
     except PeerError as error:
         raise CheckpointError(
             "the weights could not be read on every rank",
@@ -153,6 +160,11 @@ def _checkpoint(path: Path) -> Path | None:
     if (path / MANIFEST).is_file():
         return path
     return latest_checkpoint(path) if (path / LATEST).is_file() else None
+
+
+def _marks(path: Path) -> Marks:
+    checkpoint = _checkpoint(path)
+    return file_marks(path) if checkpoint is None else checkpoint_marks(checkpoint)
 
 
 def _checkpoint_weights(model: nn.Module, path: Path, ranks: Ranks) -> CheckpointWeights:

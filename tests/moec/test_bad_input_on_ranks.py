@@ -220,6 +220,38 @@ def test_weights_that_one_rank_cannot_read(
     assert f"rank {where}" in outcomes[1 - where].error
 
 
+def _has_its_own_disk(run: Run) -> Run:
+    return replace(run, weights=f"disk/{run.weights}")
+
+
+def _reads_another_training(folder: Path) -> None:
+    """What some ranks find at `disk`: the same names and sizes, trained a little further."""
+    (folder / "disk").mkdir()
+    weights = load_file(folder / "w.safetensors")
+    weights[HEAD] = weights[HEAD] + 1e-3
+    save_file(weights, folder / "disk" / "w.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize("where", [(1,), (0, 2)])
+def test_a_file_of_the_same_name_that_differs_on_other_hosts(folder: Path, where: tuple[int, ...]) -> None:
+    _reads_another_training(folder)
+    plan = replace(PLAN, mesh=MeshPlan(fsdp=3, ep=1))
+    given = Run(plan, weights="w.safetensors", wrong=_has_its_own_disk, where=where)
+    outcomes = fails(folder, given, "the ranks would start from different weights: the file differs")
+    for outcome in outcomes:
+        assert ("on rank 1" in outcome.error, "on ranks 0, 2" in outcome.error) == (True, True)
+        assert outcome.error.startswith("CheckpointError: ")
+        assert outcome.seconds < SECONDS_TO_REFUSE
+    assert not (folder / "out" / "artifact").exists()
+
+
+def test_copies_of_a_file_on_other_hosts_are_the_same(folder: Path) -> None:
+    (folder / "disk").mkdir()
+    shutil.copy(folder / "w.safetensors", folder / "disk")
+    given = Run(weights="w.safetensors", wrong=_has_its_own_disk)
+    assert len(values(run_ranks(MESH.world, train, folder, given, seconds=SECONDS))[0]) == 2
+
+
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
