@@ -14,6 +14,7 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -81,12 +82,11 @@ class Runs:
         with tempfile.TemporaryFile("w+") as stream:
             launcher = start(self._command("killed", world, STEPS, ep=world), stream)
             try:
-                deadline = time.monotonic() + LIMIT
-                while len(losses(out)) < HALF and launcher.poll() is None and time.monotonic() < deadline:
-                    time.sleep(0.002)
+                _wait_for(out, 1, launcher)  # steps are short: to look for the rank takes as long as some of them
                 family = descendants(launcher.pid)
                 victims = [pid for pid in family if f"\0RANK={world - 1}\0" in _environment(pid)]
-                if not victims:
+                _wait_for(out, HALF, launcher)
+                if not victims or launcher.poll() is not None:
                     return {"error": "no rank to kill: the run ended before", "losses": losses(out)}
                 os.kill(victims[0], signal.SIGKILL)
                 began = time.monotonic()
@@ -150,6 +150,13 @@ def _write_text(folder: Path) -> Path:
         words = ["".join(drawn.choices("abcdefgh", k=drawn.randint(2, 7))) for _ in range(600)]
         (folder / f"{index}.txt").write_text(" ".join(words) + "\n")
     return folder
+
+
+def _wait_for(out: Path, steps: int, launcher: subprocess.Popen[bytes]) -> None:
+    """Until a run has done some steps, has ended or has had its time."""
+    deadline = time.monotonic() + LIMIT
+    while len(losses(out)) < steps and launcher.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.002)
 
 
 def _environment(pid: int) -> str:
