@@ -9,10 +9,13 @@ from torch import Tensor, nn
 import moec
 from moec.compiler import dialect
 from moec.compiler.plan import LossPlan, Plan
+from moec.simulated import SimulatedRanks
 
 from ..dialect.checks import assert_close, value_and_grads
 from ..dialect.test_loss_shards import sharded_loss
 from ..spine import assert_equal_gradients, batch_for, distance, eager, mean_loss, seeded
+from .planting import Op, plant
+from .ranks import assert_like_one_rank, on_ranks, plan_for
 
 VOCABULARY, WIDTH, EXPERTS = 513, 60, 6
 
@@ -57,6 +60,36 @@ def test_c23_odd_sizes_are_eagers() -> None:
     assert_equal_gradients(step.gradients(batch), gradients)
     assert gradients["embed.weight"] is not None
     assert gradients["embed.weight"][VOCABULARY - 1].any(), "the last row takes part"
+
+
+def assert_ranks_hold_all_rows(many: SimulatedRanks) -> None:
+    batch = batch_for(plan_for(1, 1))
+    batch["input_ids"][:, 1] = batch["labels"][:, 1] = VOCABULARY - 1
+    found = assert_like_one_rank(many, seeded(Model), batch)
+    assert found["embed.weight"].shape == (VOCABULARY, WIDTH)
+    assert found["layers.1.up"].shape[0] == EXPERTS
+
+
+@pytest.mark.parametrize(("fsdp", "ep"), [(2, 2), (4, 2), (4, 4)])
+def test_c23_odd_sizes_over_ranks(fsdp: int, ep: int) -> None:
+    """With ep = 4 a rank is left without experts; with ep = 2 on four ranks, three experts lie on two."""
+    assert_ranks_hold_all_rows(on_ranks(seeded(Model), fsdp, ep))
+
+
+def test_c23_rows_that_do_not_divide_and_are_dropped_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    many = on_ranks(seeded(Model), 2, 2)
+
+    def even(plain: Op) -> Op:
+        def run(gathered: Tensor, ranks: int, offset: int, shape: list[int], dtype: torch.dtype) -> Tensor:
+            whole: Tensor = plain(gathered, ranks, offset, shape, dtype)
+            whole[shape[0] // ranks * ranks :] = 0
+            return whole
+
+        return run
+
+    plant(monkeypatch, many.origin, unshard=even)
+    with pytest.raises(AssertionError):
+        assert_ranks_hold_all_rows(many)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
