@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import moec
 from moec.compiler.plan import CachePlan, CacheRule, Plan
+from moec.eager import EagerStep
 from moec.models.build import build
 from moec.models.k3.config import K3Config
 
@@ -153,6 +154,20 @@ def assert_equal_gradients(
     for name in present:
         error = distance(got[name], wanted[name])  # type: ignore[arg-type]
         assert error <= bound, f"{name}: relative error {error:.1e}"
+
+
+def assert_like_eager_step(
+    step: moec.CompiledStep, model: nn.Module, batch: Mapping[str, Tensor], bound: float = 1e-5
+) -> dict[str, Tensor]:
+    """Losses within 1e-6, and gradients within `bound`, of the model's training view in eager; returns the latter."""
+    losses, wanted = EagerStep(model, step.plan).gradients(batch)
+    own = step.loss(batch)
+    assert own.keys() == losses.keys()
+    for name, loss in losses.items():
+        assert distance(own[name], loss) <= 1e-6, name
+    found = step.gradients(batch)
+    assert_equal_gradients(found, wanted, bound)
+    return found
 
 
 def adamw_groups(model: nn.Module) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from torch import nn
 
 import moec
 from moec.compiler.errors import ArtifactError
-from moec.compiler.plan import Plan
+from moec.compiler.plan import MeshPlan, Plan
 
 from ..spine import WIDTH, Language, Layer, recomputed, seeded
 
@@ -57,9 +57,14 @@ def edit_json(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
         (Plan(batch=2, length=7), "plan.length"),
         (Plan(batch=2, length=6, cache=recomputed("*")), "plan.cache.policy"),
         (Plan(batch=2, length=6, optimizer=moec.OptimizerPlan(clip_norm=2.0)), "plan.optimizer.clip_norm"),
+        (Plan(batch=2, length=6, mesh=MeshPlan(fsdp=2)), "plan.mesh.fsdp"),
     ],
 )
 def test_c08_another_plan_is_a_stale_artefact(folder: Path, plan: Plan, field: str) -> None:
+    assert_plan_is_refused(folder, plan, field)
+
+
+def assert_plan_is_refused(folder: Path, plan: Plan, field: str) -> None:
     error = refused(folder, plan=plan)
     assert error.where == field
     assert f"is stale: {field} differs" in error.what
@@ -81,6 +86,10 @@ def test_c08_learning_rate_and_schedule_are_taken_from_the_callers_plan(folder: 
     [("torch", "1.13"), ("format", 0), ("moec", "0.0.1"), ("device", "cuda:77"), ("device", "nothing")],
 )
 def test_c08_other_versions_and_devices_are_stale_artefacts(folder: Path, field: str, value: Any) -> None:
+    assert_fingerprint_is_refused(folder, field, value)
+
+
+def assert_fingerprint_is_refused(folder: Path, field: str, value: Any) -> None:
     edit_json(folder / "fingerprint.json", lambda values: values.update({field: value}))
     error = refused(folder)
     assert (error.where, f"compiled for {value!r}" in error.why) == (field, True)
@@ -109,6 +118,10 @@ def other_width(model: Any) -> None:
 )
 def test_c08_another_model_is_a_stale_artefact(folder: Path, change: Callable[[Any], Any], where: str) -> None:
     """Another dtype, trained set, shape or configuration: the first weight that differs is named."""
+    assert_model_is_refused(folder, change, where)
+
+
+def assert_model_is_refused(folder: Path, change: Callable[[Any], Any], where: str) -> None:
     model = make()
     change(model)
     assert refused(folder, model).where == where
@@ -125,3 +138,23 @@ def test_c08_untied_weights_are_a_stale_artefact(folder: Path) -> None:
 def test_c08_a_fitting_artefact_is_taken(folder: Path) -> None:
     moec.load(folder, plan=PLAN)
     moec.load(folder, make(), plan=PLAN)
+
+
+def test_c08_a_stale_hit_is_seen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache whose key leaves out the plan, the versions, or the model."""
+    weights = json.loads((folder / "fingerprint.json").read_text())["weights"]
+    two_ranks, up = Plan(batch=2, length=6, mesh=MeshPlan(fsdp=2)), "layers.0.up.bias"
+    lax: list[tuple[str, Callable[..., Any], Callable[[], None]]] = [
+        ("_compare", lambda *given: None, lambda: assert_plan_is_refused(folder, two_ranks, "plan.mesh.fsdp")),
+        (
+            "StateMap.digest",
+            lambda _: weights,
+            lambda: assert_model_is_refused(folder, other_width, up),
+        ),
+        ("_versions", dict, lambda: assert_fingerprint_is_refused(folder, "torch", "1.13")),
+    ]
+    for name, wrong, check in lax:
+        with monkeypatch.context() as planted:
+            planted.setattr(f"moec.artifact.{name}", wrong)
+            with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
+                check()

@@ -42,9 +42,7 @@ def looped(counts: Sequence[int], x: Tensor, weight: Tensor, bias: Tensor) -> Te
     return torch.cat([rows @ matrix.t() + offset for rows, matrix, offset in groups])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("counts", COUNTS, ids=str)
-def test_c17_groups_are_those_of_a_loop(counts: list[int], dtype: torch.dtype) -> None:
+def assert_groups_are_those_of_a_loop(counts: Sequence[int], dtype: torch.dtype) -> None:
     inputs = operands(counts, dtype)
     exact = value_and_grads(lambda *x: looped(counts, *x), [value.double() for value in inputs])
     eager = value_and_grads(lambda *x: looped(counts, *x), inputs)
@@ -57,9 +55,7 @@ def test_c17_groups_are_those_of_a_loop(counts: list[int], dtype: torch.dtype) -
     assert all(not gradient[empty].any() for gradient in found[2:])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("counts", COUNTS, ids=str)
-def test_c17_rows_of_other_groups_are_untouched(counts: list[int], dtype: torch.dtype) -> None:
+def assert_rows_of_other_groups_are_untouched(counts: Sequence[int], dtype: torch.dtype) -> None:
     """Other rows in one group change nothing outside of it, to the last bit."""
     x, weight, bias = operands(counts, dtype)
     before = value_and_grads(lambda *values: grouped(counts, *values), [x, weight, bias])
@@ -72,3 +68,33 @@ def test_c17_rows_of_other_groups_are_untouched(counts: list[int], dtype: torch.
         assert torch.equal(before[part][kept], after[part][kept])
     assert not torch.equal(before[0][mine], after[0][mine])
     assert not torch.equal(before[2][group], after[2][group])
+
+
+both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+
+
+@both_dtypes
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+def test_c17_groups_are_those_of_a_loop(counts: list[int], dtype: torch.dtype) -> None:
+    assert_groups_are_those_of_a_loop(counts, dtype)
+
+
+@both_dtypes
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+def test_c17_rows_of_other_groups_are_untouched(counts: list[int], dtype: torch.dtype) -> None:
+    assert_rows_of_other_groups_are_untouched(counts, dtype)
+
+
+@both_dtypes
+def test_c17_a_group_that_ends_at_a_multiple_of_8_is_seen(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a kernel wants aligned counts: the group goes on over rows of the next one."""
+    plain = dialect.grouped_linear
+
+    def aligned(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor) -> Tensor:
+        return plain(x, weight, ((offsets + 7) // 8 * 8).clamp_max(len(x)), bias)
+
+    monkeypatch.setattr(dialect, "grouped_linear", aligned)
+    with pytest.raises(AssertionError):
+        assert_groups_are_those_of_a_loop(COUNTS[0], dtype)
+    with pytest.raises(AssertionError):
+        assert_rows_of_other_groups_are_untouched(COUNTS[0], dtype)

@@ -17,6 +17,7 @@ from moec.compiler.plan import LossPlan, Plan
 from moec.eager import EagerStep
 
 from ..spine import Language, Layer, assert_equal_gradients, batch_for, distance, mean_loss, seeded, small_k3
+from .planting import plant
 
 PLAN = Plan(batch=3, length=6, accumulation=2)
 
@@ -104,11 +105,8 @@ def test_c21_rows_and_microbatches_without_labels_weigh_nothing(
         assert_equal_gradients(step.gradients(batch), gradients, 2e-5)
 
 
-def test_c21_a_batch_without_labels_is_zero_and_leaves_weights_finite(
-    made: tuple[moec.CompiledStep, EagerStep],
-) -> None:
-    """Only weight decay moves the weights: the policy of every loss."""
-    step, _ = made
+def assert_a_batch_without_labels_is_nothing(step: moec.CompiledStep) -> None:
+    """Loss and gradients are 0, and only weight decay moves the weights, which are put back."""
     before = {name: weight.detach().clone() for name, weight in step.state.weights.items()}
     batch = ignoring(...)
     assert all(not gradient.any() for gradient in step.gradients(batch).values())
@@ -123,8 +121,19 @@ def test_c21_a_batch_without_labels_is_zero_and_leaves_weights_finite(
             weight.copy_(before[name])
 
 
-def test_c21_a_mean_over_nothing_is_seen() -> None:
-    """The plain mean of the model itself is not a number there."""
+def test_c21_a_batch_without_labels_is_zero_and_leaves_weights_finite(
+    made: tuple[moec.CompiledStep, EagerStep],
+) -> None:
+    """The policy of every loss."""
+    assert_a_batch_without_labels_is_nothing(made[0])
+
+
+def test_c21_a_mean_over_nothing_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plain mean of the model itself is not a number there, nor is that of a step without labels of its own."""
     model = seeded(Language, Layer())
     batch = ignoring(...)
     assert bool(model(batch["input_ids"][0], batch["labels"][0]).isnan())
+    step = moec.compile(model, PLAN)
+    plant(monkeypatch, step, "torch", where=lambda plain: lambda condition, one, other: one)
+    with pytest.raises(AssertionError):
+        assert_a_batch_without_labels_is_nothing(step)

@@ -84,7 +84,7 @@ def test_c28_near_ties_fall_once(recognized: bool, solver: bool) -> None:
 
 
 @pytest.mark.parametrize("recognized", [True, False])
-def test_a_choice_that_is_taken_again_is_seen(recognized: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_c28_a_choice_that_is_taken_again_is_seen(recognized: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     kept, _ = gradients(recognized, CachePlan())
     monkeypatch.setattr(partition, "may_recompute", lambda node: (not str(node.target).startswith("moec.region"), ""))
     found: Any = gradients(recognized, CachePlan(policy="recompute"))[0]

@@ -2,99 +2,18 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from moec.backend import BackendLog, last_log
-from moec.compiler import dialect
 
-from ..spine import VOCABULARY, WIDTH, Language, Layer, assert_equal_gradients, distance, seeded, small_k3
+from ..spine import WIDTH, Language, Layer, assert_equal_gradients, distance, seeded, small_k3
+from .dynamo import Experts, Losses, assert_same, batch_of, compiled, loss_and_gradients
 
-EXPERTS = 4
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-class Experts(nn.Module):
-    """Top-1 experts as dialect ops; the counts per expert are data."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
-        self.up = nn.Parameter(torch.empty(EXPERTS, WIDTH, WIDTH))
-        self.down = nn.Parameter(torch.empty(EXPERTS, WIDTH, WIDTH))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        tokens = hidden.flatten(0, 1)
-        scores = self.router(tokens).sigmoid()
-        weights, experts = scores.topk(1)
-        rows, order, offsets = dialect.permute(tokens, experts, experts=EXPERTS)
-        rows = F.silu(dialect.grouped_linear(rows, self.up, offsets))
-        rows = dialect.grouped_linear(rows, self.down, offsets)
-        return hidden + dialect.unpermute(rows, order, weights).view_as(hidden)
-
-
-class Split(nn.Module):
-    """Experts by a Python list of counts, which no graph can hold."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-        self.router = nn.Linear(WIDTH, 2)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        tokens = hidden.flatten(0, 1)
-        experts = self.router(tokens).argmax(-1)
-        order = experts.argsort(stable=True)
-        counts = torch.stack([(experts == expert).sum() for expert in range(2)])
-        parts = tokens[order].split(counts.tolist())
-        rows = torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True)])
-        return hidden + torch.zeros_like(rows).index_copy(0, order, rows).view_as(hidden)
-
-
-def compiled(model: Any, fullgraph: bool = True, **options: Any) -> tuple[Any, BackendLog]:
-    log = BackendLog()
-    return torch.compile(model, backend="moec", fullgraph=fullgraph, options={"log": log, **options}), log
-
-
-def batch_of(length: int = 6, seed: int = 0) -> tuple[Tensor, Tensor]:
-    ids = torch.randint(VOCABULARY, (2, length), generator=torch.Generator().manual_seed(seed))
-    return ids, ids.masked_fill(ids == 3, -100)
-
-
-def loss_and_gradients(
-    function: Callable[..., Tensor], model: nn.Module, *args: Tensor
-) -> tuple[Tensor, dict[str, Any]]:
-    model.zero_grad(set_to_none=True)
-    loss = function(*args)
-    loss.backward()
-    return loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
-
-
-def assert_same(function: Callable[..., Tensor], model: nn.Module, *args: Tensor, bound: float = 1e-5) -> None:
-    """One forward and backward of both; buffers start and end the same."""
-    before = copy.deepcopy(dict(model.named_buffers()))
-    wanted, gradients = loss_and_gradients(model, model, *args)
-    after = copy.deepcopy(dict(model.named_buffers()))
-    for name, buffer in model.named_buffers():
-        buffer.copy_(before[name])
-    found, got = loss_and_gradients(function, model, *args)
-    assert distance(found, wanted) <= max(1e-6, bound / 10)
-    assert_equal_gradients(got, gradients, bound)
-    for name, buffer in model.named_buffers():
-        assert distance(buffer, after[name]) <= 1e-6, name
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def test_a_model_is_fused_and_has_eagers_gradients() -> None:
@@ -174,93 +93,6 @@ def test_evaluation_and_no_grad_run_without_a_backward() -> None:
     assert distance(function(ids), model(ids)) <= 1e-6
     with torch.inference_mode():
         assert distance(function(ids), model(ids)) <= 1e-6
-
-
-def forced_counts(count: int, total: int = 12) -> Tensor:
-    """Tokens of which `count` go to expert 0 of `routed`, the others to the other experts in turn."""
-    rest = torch.arange(total - count) % (EXPERTS - 1) + 1
-    return torch.cat([torch.zeros(count, dtype=torch.int64), rest]).view(2, -1)
-
-
-def routed() -> Any:
-    """A model whose token i goes to expert i % 4, with gradients everywhere."""
-    model = seeded(Language, Experts(), Experts())
-    with torch.no_grad():
-        model.embed.weight[:WIDTH] = 4 * torch.eye(WIDTH)
-        for layer in model.layers:
-            layer.router.weight.copy_(torch.eye(EXPERTS).repeat(1, 2) * 3)
-            layer.down.mul_(0.01)
-    return model
-
-
-def test_c03_any_count_of_tokens_is_one_compilation() -> None:
-    """0, 1, 2, 5 or all tokens to one expert, over 8 steps."""
-    model = routed()
-    function, log = compiled(model)
-    for count in (3, 0, 1, 2, 5, 12, 0, 4):
-        ids = forced_counts(count)
-        assert int((model.layers[0].router(model.embed(ids)).argmax(-1) == 0).sum()) == count
-        assert_same(function, model, ids, ids)
-    assert len(log.compiled) == 1
-
-
-def test_c05_recomputation_with_changing_routes_compiles_nothing_anew() -> None:
-    class Checkpointed(Language):
-        def hidden(self, input_ids: Tensor) -> Tensor:
-            hidden = self.embed(input_ids)
-            for layer in self.layers:
-                hidden = checkpoint(layer, hidden, use_reentrant=False)
-            return hidden
-
-    torch.manual_seed(0)
-    model = seeded(Checkpointed, Experts(), Layer())
-    function, log = compiled(model)
-    counts = []
-    for seed in range(12):
-        assert_same(function, model, *batch_of(seed=seed))
-        counts.append(len(log.compiled))
-    assert counts == [1] * 12
-    assert [match.path for _, match in log.passes.matches("recognize_mlp")] == ["layers.1"], "inside a checkpoint"
-
-
-class Choosing(Layer):
-    def forward(self, hidden: Tensor) -> Tensor:
-        return super().forward(hidden) if hidden.sum() > 0 else hidden
-
-
-def test_c02_a_break_is_an_error_with_its_line_under_fullgraph() -> None:
-    model = seeded(Language, Choosing())
-    with pytest.raises(Exception, match=r"if hidden.sum\(\) > 0 else hidden") as caught:
-        compiled(model)[0](*batch_of())
-    line = Choosing.forward.__code__.co_firstlineno + 1
-    assert f'test_backend.py", line {line}, in forward' in str(caught.value)
-
-
-def test_c02_a_list_of_counts_is_no_break_under_fullgraph() -> None:
-    model = seeded(Language, Split(), Layer())
-    function, log = compiled(model)
-    for seed in range(3):
-        assert_same(function, model, *batch_of(seed=seed))
-    assert (len(log.compiled), log.breaks) == (1, [])
-
-
-def test_c02_breaks_are_listed_and_results_are_eagers() -> None:
-    model = seeded(Language, Split(), Layer())
-    function, log = compiled(model, fullgraph=False)
-    for seed in range(2):
-        assert_same(function, model, *batch_of(seed=seed))
-    assert len(log.compiled) > 1
-    at_the_list = [found for found in log.breaks if "in Split.forward" in found.where]
-    assert at_the_list
-    found = at_the_list[0]
-    line = Split.forward.__code__.co_firstlineno
-    number = int(found.where.split(":")[1].split(" ")[0])
-    assert line < number < line + 9, "the line of the list of counts"
-    assert found.reason.startswith("Data dependent operator")
-    assert found.values > 0
-    assert found.bytes > 0
-    assert f"graph break at {found.where}" in str(log)
-    assert "leave the graph" in str(log)
 
 
 class Doubled(torch.autograd.Function):
@@ -343,17 +175,6 @@ def test_without_a_log_of_their_own_models_share_the_process_log() -> None:
     assert before == 1
 
 
-class Losses(nn.Module):
-    """A model whose forward gives its loss, as the comparison wants it."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        return self.model(input_ids=input_ids, labels=labels).loss
-
-
 def assert_model(model: nn.Module, lengths: tuple[int, ...], bound: float) -> BackendLog:
     """Forward and backward at each length, at most two compilations; then without gradients."""
     wrapped = Losses(model)
@@ -406,25 +227,3 @@ def test_hugging_face_models_of_any_length(kind: str) -> None:
     model = from_config(tiny_config(kind), dtype=torch.float32)
     remember(model)
     assert_model(model, (16, 24, 20), bound=1e-5)
-
-
-@pytest.mark.slow
-def test_c01_experts_that_loop_over_who_was_hit() -> None:
-    """Mixtral's own loop over experts, in a batch that leaves experts without a token."""
-    from moec.models.huggingface.adapter import from_config
-    from moec.models.huggingface.tiny import tiny_config
-
-    torch.manual_seed(0)
-    config = tiny_config("mixtral", num_hidden_layers=1, hidden_size=32, experts_implementation="eager")
-    model = Losses(from_config(config, dtype=torch.float32))
-    ids = torch.tensor([[3, 3, 3, 5], [3, 5, 3, 3]])
-    _, gradients = loss_and_gradients(model, model, ids, ids)
-    experts = gradients["model.model.layers.0.mlp.experts.gate_up_proj"]
-    assert sum(not expert.any() for expert in experts) >= 2, "experts without a token"
-    function, log = compiled(model, fullgraph=False)
-    assert_same(function, model, ids, ids)
-    assert any("Experts.forward" in found.where for found in log.breaks)
-    torch._dynamo.reset()
-    with pytest.raises(Exception, match=r"modeling_mixtral\.py|moe\.py") as caught:
-        compiled(model)[0](ids, ids)
-    assert "in forward" in str(caught.value)

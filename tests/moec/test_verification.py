@@ -133,7 +133,7 @@ class _WithoutBalance:
     ],
     ids=["zeroed", "doubled", "a thousandth", "experts swapped", "expert zeroed", "learning rate", "no balancing"],
 )
-def test_c37_a_wrong_step_is_not_equal(
+def test_c37_a_wrong_step_is_seen(
     mutation: Mutation, kind: str, name: str, verify_mutant: Callable[[Mutation], Report]
 ) -> None:
     report = verify_mutant(mutation)
@@ -158,7 +158,7 @@ def test_a_gradient_that_should_not_exist_is_a_difference(verify_mutant: Callabl
     assert [c.name for c in report.differences() if c.kind == "gradient"][:1] == ["layers.0.attention_mix.proj"]
 
 
-def test_c37_a_lost_auxiliary_loss_is_not_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_c37_a_lost_auxiliary_loss_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """That of the indexers of sparse attention, whose weights have no other loss."""
     torch.manual_seed(0)
     sparse = build(replace(SMALL_K3, full_attention="dsa", indexer_heads=4, indexer_dim=8, indexer_top_k=8))
@@ -179,7 +179,7 @@ def test_c37_a_lost_auxiliary_loss_is_not_equal(monkeypatch: pytest.MonkeyPatch)
     assert all("indexer" in one.name for one in report.differences())
 
 
-def test_c37_a_model_that_does_not_train_proves_nothing() -> None:
+def test_c37_a_model_that_does_not_train_is_seen() -> None:
     still = replace(PLAN, optimizer=OptimizerPlan(lr=0.0))
     report = verify(SmallModel(), still)
     assert not report.differences()

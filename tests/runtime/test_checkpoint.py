@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, safe_open
-from torch import nn
 
 from moec.compiler.errors import CheckpointError
 from moec.runtime import StepState, export_weights, latest_checkpoint, load_checkpoint, save_checkpoint
@@ -54,24 +53,6 @@ def test_everything_comes_back_into_the_callers_tensors(tmp_path: Path, dtype: t
     assert fresh.model.embed.weight is weight
     assert torch.equal(weight, saved.model.embed.weight)
     assert (fresh.model.head.weight is fresh.model.embed.weight) == tied
-
-
-def test_c32_stacked_experts_keep_their_places_and_moments(tmp_path: Path) -> None:
-    """Expert e marked with the value e, its moments with 10 + e and 20 + e (C32)."""
-
-    def state(mark: float) -> StepState:
-        experts = torch.arange(6.0).view(6, 1, 1).expand(6, 3, 2) * mark
-        made = StepState.from_module(nn.ParameterDict({"experts": nn.Parameter(experts.clone())}))
-        made.exp_avg["experts"].copy_(experts + 10 * mark)
-        made.exp_avg_sq["experts"].copy_(experts + 20 * mark)
-        return made
-
-    path = save_checkpoint(tmp_path, state(1), fingerprint={})
-    loaded = state(0)
-    load_checkpoint(path, loaded, fingerprint={})
-    assert loaded.weights["experts"][:, 0, 0].tolist() == [0, 1, 2, 3, 4, 5]
-    assert loaded.exp_avg["experts"][:, 2, 1].tolist() == [10, 11, 12, 13, 14, 15]
-    assert loaded.exp_avg_sq["experts"][:, 1, 0].tolist() == [20, 21, 22, 23, 24, 25]
 
 
 def test_empty_and_scalar_tensors_are_kept(tmp_path: Path) -> None:
@@ -157,19 +138,6 @@ def test_an_interrupt_while_saving_is_one(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(KeyboardInterrupt):
         _save(tmp_path, step)
     assert sorted(path.name for path in tmp_path.iterdir()) == [LATEST, good.name]
-
-
-def test_c32_missing_and_left_over_names_are_errors(tmp_path: Path) -> None:
-    def state(*names: str) -> StepState:
-        return StepState({name: torch.zeros(2) for name in names}, {}, ())
-
-    path = save_checkpoint(tmp_path, state("a", "b", *"stuvwxyz"), fingerprint={})
-    with pytest.raises(CheckpointError, match="tensors do not fit the model") as caught:
-        load_checkpoint(path, state("a", "c"), fingerprint={})
-    assert (
-        "why:   missing: weights.c; unexpected: weights.b, weights.s, weights.t, weights.u, weights.v and 4 more"
-        in str(caught.value)
-    )
 
 
 def test_a_tie_that_was_undone_is_an_error(tmp_path: Path) -> None:

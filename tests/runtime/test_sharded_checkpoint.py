@@ -6,7 +6,7 @@ import errno
 import os
 import random
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,18 +47,47 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @pytest.mark.parametrize(("fsdp", "ep"), [(1, 1), (2, 1), (3, 1), (3, 3), (4, 2), (4, 4)])
 def test_c32_a_checkpoint_loads_on_any_mesh(saved: list[Path], fsdp: int, ep: int) -> None:
     """C23, C31, C32: odd sizes, a tied weight, and experts in their places with their moments."""
-    expected = _marked()
     for ranks in zip(*_on_mesh(fsdp, _load_all, saved, fsdp, ep), strict=True):
-        found = joined_rows([rank["rows"] for rank in ranks])
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
-        for rank in ranks:
-            assert rank["step"] == 7
-            assert rank["updates"] == {path: 3 + index for index, path in enumerate(rank["updates"])}
-            assert rank["data"] == DATA
-            assert torch.equal(rank["bias"], torch.arange(6.0))
-            assert rank["masters_kept"], "masters were read again from rounded weights"
-            assert rank["scalar"] == expected["weights.layers.0.scale"], "the caller's model has another value"
+        _assert_as_marked(ranks)
+
+
+def test_c32_two_experts_that_change_places_are_seen(tmp_path: Path) -> None:
+    """Rank 0 writes its two experts, or their moments, in the other order."""
+    for group in ("weights", "exp_avg"):
+        run_ranks(4, _save_swapped, tmp_path / group, 4, 2, group)
+        latest = latest_checkpoint(tmp_path / group)
+        assert latest is not None
+        ranks = run_ranks(2, _load, latest, 2, 2)
+        with pytest.raises(AssertionError, match=rf"{group}\.layers\.0\.experts"):
+            _assert_as_marked(ranks)
+
+
+def _save_swapped(rank: int, folder: Path, fsdp: int, ep: int, group: str) -> None:
+    plain = ShardedState.tensors
+
+    def swapped(state: ShardedState) -> dict[str, Tensor]:
+        tensors = plain(state)
+        if rank == 0:
+            local = tensors[f"{group}.layers.0.experts"].to_local()  # type: ignore[attr-defined]
+            local.copy_(local.flip(0))
+        return tensors
+
+    ShardedState.tensors = swapped  # type: ignore[method-assign]
+    _save(rank, folder, fsdp, ep)
+
+
+def _assert_as_marked(ranks: Sequence[dict[str, Any]]) -> None:
+    expected = _marked()
+    found = joined_rows([rank["rows"] for rank in ranks])
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+    for rank in ranks:
+        assert rank["step"] == 7
+        assert rank["updates"] == {path: 3 + index for index, path in enumerate(rank["updates"])}
+        assert rank["data"] == DATA
+        assert torch.equal(rank["bias"], torch.arange(6.0))
+        assert rank["masters_kept"], "masters were read again from rounded weights"
+        assert rank["scalar"] == expected["weights.layers.0.scale"], "the caller's model has another value"
 
 
 def test_every_rank_goes_on_with_its_own_random_numbers(saved: list[Path]) -> None:
