@@ -115,9 +115,9 @@ def _k3_view(model: nn.Module, plan: Plan) -> TrainingView:
 def _is_huggingface(model: nn.Module) -> bool:
     if "transformers" not in sys.modules:  # then no module of it can exist, and importing it takes seconds
         return False
-    from moec.models.huggingface.adapter import is_huggingface
+    from moec.models.huggingface.adapter import has_huggingface_view
 
-    return is_huggingface(model)
+    return has_huggingface_view(model)
 
 
 def _huggingface_view(model: nn.Module, plan: Plan) -> TrainingView:

@@ -14,12 +14,18 @@ from torch import nn
 from moec.compiler.errors import UnsupportedModelError
 from moec.compiler.plan import Plan
 from moec.compiler.view import TrainingView
+from moec.models.huggingface.lora import causal_model, check_adapters
 
 
 def is_huggingface(model: nn.Module) -> bool:
     """True for models of the transformers library, which is not imported for the question."""
     transformers = sys.modules.get("transformers")
     return transformers is not None and isinstance(model, transformers.PreTrainedModel)
+
+
+def has_huggingface_view(model: nn.Module) -> bool:
+    """True for models of the transformers library, also where peft has wrapped one."""
+    return is_huggingface(causal_model(model))
 
 
 def huggingface_view(model: nn.Module, plan: Plan) -> TrainingView:
@@ -32,16 +38,18 @@ def huggingface_view(model: nn.Module, plan: Plan) -> TrainingView:
     from moec.models.huggingface.packing import packing_refusal
     from moec.models.huggingface.view import HuggingFaceView
 
-    checks.check_model(model)
+    check_adapters(model)
+    causal = causal_model(model)
+    checks.check_model(causal)
     module = HuggingFaceView(model, plan)
-    checks.mention(model, plan, module.notes)
+    checks.mention(causal, plan, module.notes)
     return TrainingView(
         module=module,
         prefix="model.",
         prepare=module.prepare,
         notes=module.notes,
-        packing_refusal=packing_refusal(model),
-        vocabulary=getattr(model.config, "vocab_size", None),
+        packing_refusal=packing_refusal(causal),
+        vocabulary=getattr(causal.config, "vocab_size", None),
     )
 
 

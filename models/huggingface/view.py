@@ -24,18 +24,22 @@ from moec.models.huggingface import documents, plain
 from moec.models.huggingface.attention import exportable_attention
 from moec.models.huggingface.experts import exportable_experts, loops_in_double
 from moec.models.huggingface.linear_attention import exportable_linear_attention, token_by_token
+from moec.models.huggingface.lora import causal_model, plain_adapters
 from moec.models.huggingface.router_logits import BalanceLoss
 from moec.models.huggingface.swaps import Notes, Swap, replaced
 
 
 class HuggingFaceView(nn.Module):
-    """See `moec.compiler.view`; `model` is the user's model, `notes` says what `prepare` swaps in it."""
+    """See `moec.compiler.view`; `model` is the user's model, `notes` says what `prepare` swaps in it.
+
+    What runs is the transformers model in it, where peft has wrapped that one.
+    """
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         super().__init__()
         self.model = model
         self.notes = Notes()
-        self._balance = BalanceLoss(model)
+        self._balance = BalanceLoss(self._causal)
         self._accumulation, self._ranks = plan.accumulation, plan.mesh.world
         self._prepared = False
         self._swaps: tuple[Swap, ...] = (
@@ -46,6 +50,7 @@ class HuggingFaceView(nn.Module):
             plain.with_symbolic_min,
             plain.without_checkpointing,
             plain.with_fixed_rope(plan),
+            plain_adapters,
             _summed_loss,
             self._balance.hooks,
         )
@@ -60,7 +65,7 @@ class HuggingFaceView(nn.Module):
             return
         with ExitStack() as stack:
             for swap in self._swaps:
-                stack.enter_context(swap(self.model, self.notes))
+                stack.enter_context(swap(self._causal, self.notes))
             self._prepared = True
             try:
                 yield
@@ -88,7 +93,7 @@ class HuggingFaceView(nn.Module):
             ambient_scope(**{documents.NAME: document_ids}),
             self._balance.collecting() as logits,
         ):
-            output = self.model(
+            output = self._causal(
                 input_ids=input_ids,
                 labels=labels,
                 position_ids=None if document_ids is None else documents.position_ids(document_ids),
@@ -108,18 +113,22 @@ class HuggingFaceView(nn.Module):
         """
         total = torch.zeros((), device=input_ids.device)
         with (
-            token_by_token(self.model, Notes()),
-            loops_in_double(self.model, Notes()),
-            self._balance.hooks(self.model, Notes()),
+            token_by_token(self._causal, Notes()),
+            loops_in_double(self._causal, Notes()),
+            self._balance.hooks(self._causal, Notes()),
             self._balance.collecting() as logits,
         ):
             for ids, targets in _documents(input_ids, labels, document_ids):
                 one = torch.ones((), device=ids.device)
-                output = self.model(
+                output = self._causal(
                     input_ids=ids, labels=targets, use_cache=False, num_items_in_batch=one, **self._options()
                 )
                 total = total + output.loss
         return self._losses(total * inverse_tokens, logits)
+
+    @property
+    def _causal(self) -> nn.Module:
+        return causal_model(self.model)
 
     def _losses(self, lm_loss: Tensor, logits: list[Tensor], ranks: int = 1) -> dict[str, Tensor]:
         if not self._balance.enabled:

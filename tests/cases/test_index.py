@@ -11,7 +11,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
 CASES = set(range(1, 38))
-WAITING: dict[int, str] = {33: "LoRA through peft"}
+WAITING: dict[int, str] = {}
 """Number of a case -> what it waits for."""
 
 
