@@ -49,6 +49,7 @@ def test_c25_counts_of_all_ranks(kind: str, fsdp: int, ep: int) -> None:
     assert_counts_are_those_of_all(kind, fsdp, ep)
 
 
+@pytest.mark.slow
 def test_c25_counts_of_each_rank_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.ops.moec, "rank_mean", lambda x, ranks, role: x.clone())
     with pytest.raises(AssertionError, match="aux_loss"):
