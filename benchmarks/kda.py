@@ -25,11 +25,12 @@ from torch import Tensor
 
 import moec.codegen.triton  # noqa: F401  registers the kernels
 from moec.codegen.triton import kda_launch
+from moec.codegen.triton.kda_arguments import Inputs, Launch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.kernels import kda_cases
 
-LENGTHS = (1, 15, 64, 65, 130, 1000)
+LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 127, 130, 1000, 4096)
 
 
 def main() -> None:
@@ -73,6 +74,9 @@ CHECKS: list[tuple[int, dict[str, Any]]] = [
     (1000, {"packed": True, "batch": 2}),
     (1000, {"width": 64, "value_width": 64}),
     (1000, {"width": 64, "value_width": 128, "value_heads": 2}),
+    (1000, {"width": 256, "value_width": 256, "state": True}),
+    (1000, {"width": 256, "packed": True, "state": True}),
+    (1000, {"value_width": 256, "value_heads": 2, "taps": 6}),
     (1000, {"kind": "softplus", "packed": True}),
     (1000, {"kind": "softplus", "scalar": True, "value_heads": 2, "activation": "silu"}),
 ]
@@ -85,17 +89,25 @@ def _check(options: argparse.Namespace) -> None:
         arguments = kda_cases.inputs(length, dtype=torch.bfloat16, device="cuda", **settings)
         grad = kda_cases.grad_for(arguments)
         truth = kda_cases.reference(arguments, grad)
-        ops, inputs, launch = torch.ops.moec, kda_launch.Inputs(*arguments), _launch(options)
-        runs = [[kda_launch.forward(inputs, launch), *kda_launch.backward(grad, inputs, launch)] for _ in range(2)]
+        runs = [_results(arguments, grad, _launch(options)) for _ in range(2)]
         same = all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
         ours = kda_cases.errors(runs[0], truth)
-        eager = kda_cases.errors([ops.kda(*arguments), *ops.kda_backward(grad, *arguments)], truth)
+        eager = kda_cases.errors(kda_cases.results(arguments, grad, kernels=False), truth)
         worst = max(ours, key=lambda name: ours[name] / max(eager[name], 1e-9))
         print(
             f"T={length} {settings}: repeatable {same}, worst {worst} {ours[worst]:.1e} eager {eager[worst]:.1e};",
             {name: f"{ours[name]:.1e}/{eager[name]:.1e}" for name in ours},
             flush=True,
         )
+
+
+def _results(arguments: list[Any], grad: Tensor, launch: Launch | None) -> list[Tensor]:
+    """Output, final state and gradients, as `kda_cases.results` gives them, in some launch."""
+    inputs, grad_final = Inputs(*arguments), kda_cases.state_grad_for(arguments)
+    if not grad_final:
+        return [kda_launch.forward(inputs, launch), *kda_launch.backward(grad, inputs, launch)]
+    grads = kda_launch.backward_with_state(grad, grad_final[0], inputs, launch)
+    return [*kda_launch.forward_with_state(inputs, launch), *grads]
 
 
 def _time(options: argparse.Namespace) -> None:
@@ -114,10 +126,10 @@ def _time(options: argparse.Namespace) -> None:
         (options.out / "kda.json").write_text(json.dumps(rows, indent=1) + "\n")
 
 
-def _row(shape: str, arguments: list[Any], grad: Tensor, launch: kda_launch.Launch) -> dict[str, Any]:
+def _row(shape: str, arguments: list[Any], grad: Tensor, launch: Launch | None) -> dict[str, Any]:
     import triton
 
-    inputs = kda_launch.Inputs(*arguments)
+    inputs = Inputs(*arguments)
 
     def forward() -> object:
         return kda_launch.forward(inputs, launch)
@@ -175,7 +187,14 @@ SETTINGS: list[dict[str, Any]] = [
     {"chunk_warps": 4, "chunk_channels": 64, "chunk_registers": None, "values_warps": 4, "values_channels": 128},
     {"chunk_warps": 4, "chunk_registers": None, "keys_channels": 64, "keys_registers": None, "rows_rows": 16},
     {"chunk_channels": 64, "keys_warps": 4, "keys_registers": None, "prepare_channels": 128, "prepare_rows": 64},
-    {"keys_warps": 4, "keys_channels": 16, "prepare_warps": 2, "rows_warps": 2, "rows_rows": 16, "output_warps": 2},
+    {
+        "keys_warps": 4,
+        "keys_channels": 16,
+        "prepare_warps": 2,
+        "rows_warps": 2,
+        "rows_rows": 16,
+        "back_output_warps": 2,
+    },
     {"keys_warps": 4, "keys_channels": 16, "keys_registers": 168, "values_warps": 4, "scan_stages": 2},
     {"keys_channels": 16, "values_channels": 128, "conv_warps": 2, "conv_rows": 8},
 ]
@@ -184,9 +203,10 @@ FIELDS = {
     "kda_prepare": ("prepare_warps", "prepare_channels", "prepare_rows"),
     "kda_forward_chunk": ("chunk_warps", "chunk_channels", "chunk_registers", "inverse_precision"),
     "scan": ("scan_columns", "scan_warps", "scan_stages"),
-    "output": ("output_warps",),
+    "forward_output": ("output_warps",),
+    "backward_output": ("back_output_warps", "back_output_columns"),
     "kda_backward_values": ("values_warps", "values_channels"),
-    "kda_backward_keys": ("keys_warps", "keys_channels", "keys_registers"),
+    "kda_backward_keys": ("keys_warps", "keys_channels", "keys_columns", "keys_registers"),
     "kda_backward_rows": ("rows_warps", "rows_rows"),
     "conv": ("conv_rows", "conv_repeats", "conv_warps"),
 }
@@ -195,10 +215,10 @@ FIELDS = {
 def _tune(options: argparse.Namespace) -> None:
     first, step = options.part
     arguments = timed_inputs(options.tokens[0], options.heads, options.width, options.form[0])
-    inputs, grad = kda_launch.Inputs(*arguments), torch.randn_like(arguments[2])
+    inputs, grad = Inputs(*arguments), torch.randn_like(arguments[2])
     results: list[tuple[dict[str, Any], dict[str, float]]] = []
     for changes in SETTINGS[first::step]:
-        launch = dataclasses.replace(kda_launch.LAUNCH, **changes)
+        launch = dataclasses.replace(inputs.launch, **changes)
         try:
             found = kernels(lambda: kda_launch.backward(grad, inputs, launch), 5)  # noqa: B023
         except Exception as error:
@@ -216,11 +236,11 @@ def _tune(options: argparse.Namespace) -> None:
         options.launch.write_text(json.dumps(best))
 
 
-def _launch(options: argparse.Namespace) -> kda_launch.Launch:
-    """The launch of a `tune` before this, or the default."""
+def _launch(options: argparse.Namespace) -> Launch | None:
+    """The launch of a `tune` before this; None for that of the head dimensions."""
     if options.launch is None or not options.launch.exists():
-        return kda_launch.LAUNCH
-    return kda_launch.Launch(**json.loads(options.launch.read_text()))
+        return None
+    return Launch(**json.loads(options.launch.read_text()))
 
 
 if __name__ == "__main__":

@@ -90,7 +90,8 @@ def write_program(
 
 def _preamble(header: str, device: torch.device, body: str, cache: HostCopies | None) -> str:
     index = f", {device.index}" if device.index is not None else ""
-    kernels, collectives = "moec.kda_triton" in body, "c10d." in body
+    kernels = any(f"moec.{op}_triton" in body for op in ("kda", "kda_with_state"))
+    collectives = "c10d." in body
     return "\n".join(
         [
             f'"""{in_docstring(header)}\n"""',

@@ -135,6 +135,8 @@ OPTIONAL: dict[OpOverload, Mapping[int, str]] = {
 TUNING: dict[OpOverload, Callable[[fx.Node], Tuning | None]] = {
     _OPS.kda.default: _short_chunks(_kda_width),
     _OPS.kda_backward.default: _short_chunks(_kda_width),
+    _OPS.kda_with_state.default: _short_chunks(_kda_width),
+    _OPS.kda_with_state_backward.default: _short_chunks(_kda_width),
     _OPS.delta_rule.default: _short_chunks(_delta_width),
     _OPS.delta_rule_backward.default: _short_chunks(_delta_width),
 }

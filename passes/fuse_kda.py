@@ -12,6 +12,7 @@
    [q | k | v] is three, since it is depthwise: its input and taps are split. Otherwise they stay outside, and a near
    miss says why.
 3. The gated norm is taken in when it is the only use of the output.
+4. A rule that starts from a given state, or whose final state is used, becomes moec::kda_with_state.
 """
 
 from __future__ import annotations
@@ -94,18 +95,17 @@ def _find(delta: fx.Node) -> Match | Failure:
     """Read back all operands; what is Refused on the way is the failure."""
     try:
         q, k, v, g, beta, documents, initial, scale, chunk = bound_args(delta)
-        if initial is not None:
-            raise Refused("the recurrence starts from a given state")
-        if len(delta.users) != 1 or any(user.args[1] != 0 for user in delta.users):
-            raise Refused("the final state is used")
+        results = {user.args[1]: user for user in delta.users}
+        if 0 not in results or len(results) != len(delta.users):
+            raise Refused("the output is not used, or in more than one place")
         queries, keys, values = _operand("q", q), _operand("k", k), _operand("v", v)
         if (queries.heads, queries.repeats, queries.eps) != (keys.heads, keys.repeats, keys.eps):
             raise Refused("q and k have different heads or norms")
         if not queries.eps or values.eps or values.repeats != 1:
             raise Refused("q and k are not l2_norm of heads, or v is")
-        decay, (strength, strength_nodes), output = read_decay(g, values.heads), read_sigmoid(beta), _output(delta)
+        decay, (strength, strength_nodes), output = read_decay(g, values.heads), read_sigmoid(beta), _output(results[0])
         inner = [*queries.inner, *keys.inner, *values.inner, *decay.inner, *strength_nodes, *output.inner, delta]
-        _require_unused(inner, {output.root, *inner})
+        _require_unused(inner, {output.root, *inner, *results.values()})
     except Refused as refused:
         reason = str(refused)
         return Failure((delta,), lambda: reason, complete=True)
@@ -117,6 +117,8 @@ def _find(delta: fx.Node) -> Match | Failure:
         "documents": documents,
         "scale": scale,
         "chunk": chunk,
+        "initial": initial,
+        "final": results.get(1),
     }
     return Match(output.root, captures, (output.root, *inner))
 
@@ -127,6 +129,12 @@ def _rewrite(found: Match, rewriter: Rewriter, report: Report) -> str:
     output: _Output = found["output"]
     queries, _, values = operands
     documents = found["documents"]
+    if found["final"] is not None:
+        # It may be used before the output is normalised.
+        gate = None if output.gate is None else _before_reshape(output.gate, values.flat)
+        read = (decay.logits, decay.bias, decay.rate, found["strength"], gate, output.weight, documents)
+        inputs = (*(operand.flat for operand in operands), *read, found["initial"])
+        rewriter.after_inputs([node for node in inputs if node is not None], [found["final"], output.root])
     try:
         flats, taps = _convolutions(rewriter, operands, documents, set(found.nodes))
         convolved = True
@@ -137,8 +145,8 @@ def _rewrite(found: Match, rewriter: Rewriter, report: Report) -> str:
     flats = [_in_dtype(rewriter, flat, operand.dtype) for flat, operand in zip(flats, operands, strict=True)]
     rate, bias = decay.vectors(rewriter)
     gate = None if output.gate is None else _flattened(rewriter, output.gate, values.flat)
-    stage = rewriter.call(
-        torch.ops.moec.kda.default,
+    initial, final = found["initial"], found["final"]
+    arguments = (
         *flats,
         decay.logits,
         found["strength"],
@@ -158,12 +166,20 @@ def _rewrite(found: Match, rewriter: Rewriter, report: Report) -> str:
         found["scale"],
         found["chunk"],
     )
+    if initial is None and final is None:
+        stage = rewriter.call(torch.ops.moec.kda.default, *arguments)
+    else:
+        stage, state = rewriter.results(torch.ops.moec.kda_with_state.default, *arguments, initial, count=2)
+        if final is not None:
+            rewriter.replace(final, state)
     back = rewriter.call(torch.ops.aten.reshape.default, stage, _sizes(output.root))
     rewriter.replace(output.root, back)
     rewriter.then(lambda: fold_reshapes(rewriter.graph, back))
     parts = [f"{decay.kind} decay per {'channel' if _per_channel(decay, values.heads) else 'head'}"]
     parts += ["convolutions"] if convolved else []
     parts += [f"{output.activation} gated norm"] if gate is not None else []
+    parts += ["from a given state"] if initial is not None else []
+    parts += ["final state"] if final is not None else []
     heads = f"{values.heads} heads" if values.heads == queries.heads else f"{queries.heads} to {values.heads} heads"
     return f"kda of {heads}: {', '.join(parts)}"
 
@@ -195,9 +211,8 @@ def _operand(name: str, node: fx.Node) -> _Operand:
     return _Operand(flat_node, int(heads.shape[2]), int(heads.shape[3]), repeats, eps, dtype, inner)
 
 
-def _output(delta: fx.Node) -> _Output:
+def _output(result: fx.Node) -> _Output:
     """The gated norm of the output, or the output itself: without such a norm, or where the op gives another one."""
-    (result,) = delta.users
     node, inner = result, [result]
     while len(node.users) == 1:
         (user,) = node.users
@@ -291,9 +306,15 @@ def _in_dtype(rewriter: Rewriter, node: fx.Node, dtype: torch.dtype) -> fx.Node:
     return node if _tensor(node).dtype == dtype else rewriter.call(torch.ops.aten.to.dtype, node, dtype)
 
 
+def _before_reshape(gate: fx.Node, like: fx.Node) -> fx.Node:
+    """What the output gate was reshaped from, if that is [B, T, heads * width] as `like` is, else the gate itself."""
+    source = source_of(gate) if gate.target in RESHAPES else gate
+    return source if _tensor(source).shape == _tensor(like).shape else gate
+
+
 def _flattened(rewriter: Rewriter, gate: fx.Node, like: fx.Node) -> fx.Node:
     """The output gate as [B, T, heads * width]."""
-    source = source_of(gate) if gate.target in RESHAPES else gate
+    source = _before_reshape(gate, like)
     if _tensor(source).shape == _tensor(like).shape:
         return source
     return rewriter.call(torch.ops.aten.reshape.default, gate, _sizes(like))

@@ -1,4 +1,5 @@
-"""KDA on Hopper: `moec::kda_triton` and its backward, with the schemas of `moec::kda`, and when they are chosen.
+"""KDA on Hopper: `moec::kda_triton`, `moec::kda_with_state_triton` and their backwards, with the schemas of the
+reference ops, and when they are chosen.
 
 Nothing here needs a GPU or Triton to be imported; the kernels are loaded at the first call.
 """
@@ -15,43 +16,53 @@ from torch import Tensor, fx
 
 from moec.codegen.triton.kda_workspace import backward_workspace, forward_workspace
 from moec.codegen.triton.under_op import value_of
-from moec.compiler import dialect  # noqa: F401  registers moec::kda, whose schemas are used below
+from moec.compiler import dialect  # noqa: F401  registers the reference ops
 from moec.compiler.dialect._define import only_asked_for
 from moec.compiler.dialect.kda import backward_fake
+from moec.compiler.dialect.kda_state import state_backward_fake, state_fake
 from moec.compiler.dialect.registry import size_hint
 from moec.compiler.lower import Implementation, argument_of, register_implementation
 from moec.compiler.workspace import register_workspace
 
 SAFE_PTXAS = (13, 3)
 
-_REFERENCE = torch.ops.moec.kda.default
-_REFERENCE_BACKWARD = torch.ops.moec.kda_backward.default
+_OPS = torch.ops.moec
+HEAD_DIMS = (16, 32, 64, 128, 256)
+MOST_TAPS = 8
 
 
 def _forward(*arguments: Any) -> Tensor:
     from moec.codegen.triton import kda_launch
 
-    arguments = _checked(arguments, _REFERENCE)
-    return kda_launch.forward(kda_launch.Inputs(*arguments))
+    return kda_launch.forward(kda_launch.Inputs(*_checked(arguments, _OPS.kda.default)))
 
 
 def _backward(*arguments: Any) -> tuple[Tensor, ...]:
     from moec.codegen.triton import kda_launch
 
-    grad_y, *rest, needed = _checked(arguments, _REFERENCE_BACKWARD)
+    grad_y, *rest, needed = _checked(arguments, _OPS.kda_backward.default)
     return only_asked_for(needed, kda_launch.backward(grad_y, kda_launch.Inputs(*rest)))
+
+
+def _forward_with_state(*arguments: Any) -> tuple[Tensor, Tensor]:
+    from moec.codegen.triton import kda_launch
+
+    return kda_launch.forward_with_state(kda_launch.Inputs(*_checked(arguments, _OPS.kda_with_state.default)))
+
+
+def _backward_with_state(*arguments: Any) -> tuple[Tensor, ...]:
+    from moec.codegen.triton import kda_launch
+
+    grad_y, grad_final, *rest, needed = _checked(arguments, _OPS.kda_with_state_backward.default)
+    return only_asked_for(needed, kda_launch.backward_with_state(grad_y, grad_final, kda_launch.Inputs(*rest)))
 
 
 def _forward_fake(*arguments: Any) -> Tensor:
     return arguments[2].new_empty(arguments[2].shape)
 
 
-def _backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
-    return backward_fake(*_completed(arguments, _REFERENCE_BACKWARD))
-
-
 def refusal(node: fx.Node) -> str:
-    """Why the kernels do not fit a call of `moec::kda` or `moec::kda_backward`; '' when they fit."""
+    """Why the kernels do not fit a call of `moec::kda`, `moec::kda_with_state` or a backward; '' when they fit."""
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
     values = {name: value_of(argument_of(node, name)) for name in names}
     if values["q"].device.type != "cuda":
@@ -87,8 +98,9 @@ def shape_refusal(values: dict[str, Any]) -> str:
     width = values["q"].shape[2] // values["heads"]
     value_width = values["v"].shape[2] // values["value_heads"]
     for name, size in (("key", width), ("value", value_width)):
-        if size not in (16, 32, 64, 128):
-            return f"{name} head dimension {size}, expected 16, 32, 64 or 128"
+        if size not in HEAD_DIMS:
+            # The rows of a tile are a power of two long, and every load and store would need a mask.
+            return f"{name} head dimension {size}, expected 16, 32, 64, 128 or 256"
     if size_hint(values["q"].shape[1]) * max(values["q"].shape[2], values["v"].shape[2]) * values["value_heads"] >= (
         2**31 * values["heads"]
     ):
@@ -98,8 +110,8 @@ def shape_refusal(values: dict[str, Any]) -> str:
         return "only some of q, k and v have a convolution"
     if all(given):
         taps = {values[name].shape[1] for name in ("conv_q", "conv_k", "conv_v")}
-        if len(taps) > 1 or max(taps) > 4:
-            return f"convolutions of {sorted(taps)} taps, expected one width of at most 4"
+        if len(taps) > 1 or max(taps) > MOST_TAPS:
+            return f"convolutions of {sorted(taps)} taps, expected one width of at most {MOST_TAPS}"
     return ""
 
 
@@ -126,17 +138,26 @@ def _completed(arguments: tuple[Any, ...], op: torch._ops.OpOverload) -> tuple[A
     return (*arguments, *(argument.default_value for argument in op._schema.arguments[len(arguments) :]))
 
 
-def _define(name: str, reference: torch._ops.OpOverload, function: Any, fake: Any) -> torch._ops.OpOverload:
-    schema = str(reference._schema).partition("(")
-    operator = torch.library.custom_op(f"moec::{name}", function, mutates_args=(), schema=f"({schema[2]}")
-    operator.register_fake(fake)
-    return operator._opoverload
+def _with_kernels(reference: torch._ops.OpOverload, function: Any, fake: Any, workspace: Any) -> torch._ops.OpOverload:
+    """The op that runs `function`, with the schema of `reference`, and its place among the implementations."""
+    operator, _, signature = str(reference._schema).partition("(")
+    name = operator.removeprefix("moec::")
+    name = f"{name.removesuffix('_backward')}_triton{'_backward' if name.endswith('_backward') else ''}"
+    made = torch.library.custom_op(f"moec::{name}", function, mutates_args=(), schema=f"({signature}")
+
+    def complete_fake(*arguments: Any) -> Any:
+        return fake(*_completed(arguments, reference))
+
+    made.register_fake(complete_fake)
+    overload = made._opoverload
+    register_implementation(reference, Implementation("triton", overload, refusal))
+    register_workspace(overload, workspace)
+    return overload
 
 
-FORWARD = _define("kda_triton", _REFERENCE, _forward, _forward_fake)
-BACKWARD = _define("kda_triton_backward", _REFERENCE_BACKWARD, _backward, _backward_fake)
-
-register_implementation(_REFERENCE, Implementation("triton", FORWARD, refusal))
-register_implementation(_REFERENCE_BACKWARD, Implementation("triton", BACKWARD, refusal))
-register_workspace(FORWARD, forward_workspace)
-register_workspace(BACKWARD, backward_workspace)
+FORWARD = _with_kernels(_OPS.kda.default, _forward, _forward_fake, forward_workspace)
+BACKWARD = _with_kernels(_OPS.kda_backward.default, _backward, backward_fake, backward_workspace)
+FORWARD_WITH_STATE = _with_kernels(_OPS.kda_with_state.default, _forward_with_state, state_fake, forward_workspace)
+BACKWARD_WITH_STATE = _with_kernels(
+    _OPS.kda_with_state_backward.default, _backward_with_state, state_backward_fake, backward_workspace
+)

@@ -55,40 +55,45 @@ def _one_head(
     grad_x += batch * length * HEADS * D + head * D + of_d[None, :]
     GROUPS: tl.constexpr = VALUE_HEADS // HEADS
     grad_mixed += batch * length * VALUE_HEADS * D + head * GROUPS * D + of_d[None, :]
-    # One sum for each tap, reduced over the rows at the end; the widest convolution has four.
-    sum_0 = tl.zeros((ROWS, D), tl.float32)
-    sum_1 = tl.zeros((ROWS, D), tl.float32)
-    sum_2 = tl.zeros((ROWS, D), tl.float32)
-    sum_3 = tl.zeros((ROWS, D), tl.float32)
-    for step in range(repeats):
-        rows = (block * repeats + step) * ROWS + tl.arange(0, ROWS)
-        inside = rows < length
-        value = tl.load(x + rows[:, None] * (HEADS * D), mask=inside[:, None], other=0.0).to(tl.float32)
-        total = tl.zeros((ROWS, D), tl.float32)
-        for back in tl.static_range(WIDTH):
-            later = rows + back
-            reached = inside & (later < length)
-            if PACKED and back > 0:
-                document = tl.load(documents + rows, mask=inside, other=-1)
-                reached = reached & (tl.load(documents + later, mask=reached, other=-2) == document)
-            grad = tl.zeros((ROWS, D), tl.float32)
-            for group in tl.static_range(GROUPS):
-                source = grad_mixed + later[:, None] * (VALUE_HEADS * D) + group * D
-                grad += tl.load(source, mask=reached[:, None], other=0.0).to(tl.float32)
-            total += tl.load(taps + WIDTH - 1 - back).to(tl.float32)[None, :] * grad
-            if back == 0:
-                sum_0 += grad * value
-            elif back == 1:
-                sum_1 += grad * value
-            elif back == 2:
-                sum_2 += grad * value
-            else:
-                sum_3 += grad * value
-        tl.store(grad_x + rows[:, None] * (HEADS * D), total.to(grad_x.dtype.element_ty), mask=inside[:, None])
-    tl.store(share + WIDTH - 1, tl.sum(sum_0, 0))
-    if WIDTH > 1:
-        tl.store(share + WIDTH - 2, tl.sum(sum_1, 0))
-    if WIDTH > 2:
-        tl.store(share + WIDTH - 3, tl.sum(sum_2, 0))
-    if WIDTH > 3:
-        tl.store(share + WIDTH - 4, tl.sum(sum_3, 0))
+    # One sum for each tap, reduced over the rows at the end; rows are read again for every four taps.
+    for first in tl.static_range(0, WIDTH, 4):
+        sum_0 = tl.zeros((ROWS, D), tl.float32)
+        sum_1 = tl.zeros((ROWS, D), tl.float32)
+        sum_2 = tl.zeros((ROWS, D), tl.float32)
+        sum_3 = tl.zeros((ROWS, D), tl.float32)
+        for step in range(repeats):
+            rows = (block * repeats + step) * ROWS + tl.arange(0, ROWS)
+            inside = rows < length
+            value = tl.load(x + rows[:, None] * (HEADS * D), mask=inside[:, None], other=0.0).to(tl.float32)
+            total = tl.zeros((ROWS, D), tl.float32)
+            for back in tl.static_range(first, WIDTH if first == 0 else min(first + 4, WIDTH)):
+                later = rows + back
+                reached = inside & (later < length)
+                if PACKED and back > 0:
+                    document = tl.load(documents + rows, mask=inside, other=-1)
+                    reached = reached & (tl.load(documents + later, mask=reached, other=-2) == document)
+                grad = tl.zeros((ROWS, D), tl.float32)
+                for group in tl.static_range(GROUPS):
+                    source = grad_mixed + later[:, None] * (VALUE_HEADS * D) + group * D
+                    grad += tl.load(source, mask=reached[:, None], other=0.0).to(tl.float32)
+                if first == 0:
+                    total += tl.load(taps + WIDTH - 1 - back).to(tl.float32)[None, :] * grad
+                if back == first:
+                    sum_0 += grad * value
+                elif back == first + 1:
+                    sum_1 += grad * value
+                elif back == first + 2:
+                    sum_2 += grad * value
+                elif back == first + 3:
+                    sum_3 += grad * value
+            if first == 0:
+                place = grad_x + rows[:, None] * (HEADS * D)
+                tl.store(place, total.to(grad_x.dtype.element_ty), mask=inside[:, None])
+        tap = share + WIDTH - 1 - first
+        tl.store(tap, tl.sum(sum_0, 0))
+        if first + 1 < WIDTH:
+            tl.store(tap - 1, tl.sum(sum_1, 0))
+        if first + 2 < WIDTH:
+            tl.store(tap - 2, tl.sum(sum_2, 0))
+        if first + 3 < WIDTH:
+            tl.store(tap - 3, tl.sum(sum_3, 0))

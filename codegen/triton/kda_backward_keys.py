@@ -28,7 +28,7 @@ def kda_backward_keys(
     gate, A_log, dt_bias, documents, unit_q, unit_k, sums, grad_keys, grad_queries, diagonals, ranges, states, updates,
     grad_o, grad_updates, grad_states, grad_q, grad_k, grad_gate, by_row, partials, scalar_grads,
     length, chunks, levels, lower_bound, columns,
-    VALUE_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
+    VALUE_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     SHARES: tl.constexpr, DIAGONAL: tl.constexpr, PACKED: tl.constexpr, SCALAR: tl.constexpr, BOUNDED: tl.constexpr,
     DTYPE: tl.constexpr,
 ):  # fmt: skip
@@ -39,11 +39,11 @@ def kda_backward_keys(
     factors times their gradients, less those of the columns. Both use the rounded factors that the products used, so
     that what cancels in the sums over rows, which give the gradient of the log decays, cancels to the last bits.
 
-    Inputs as `kda_backward_values` leaves them. grad_q and grad_k [B, T, HV, K] are those of the normalised rows;
-    by_row gets at 2 + block what the keys give to beta times its gradient; grad_gate as the gate. partials
-    [B * chunks, columns], float32, gets the chunk's share of the gradients of dt_bias from column HV * (K / BK) on, and
-    of A_log before it, for each value head and block. With one gate for a head, scalar_grads [K / BK, C], float32, gets
-    the gradients of the log decays instead.
+    Inputs as `kda_backward_values` leaves them; what has value columns is read in blocks of BV of these. grad_q and
+    grad_k [B, T, HV, K] are those of the normalised rows; by_row gets at 2 + block what the keys give to beta times its
+    gradient; grad_gate as the gate. partials [B * chunks, columns], float32, gets the chunk's share of the gradients of
+    dt_bias from column HV * (K / BK) on, and of A_log before it, for each value head and block. With one gate for a
+    head, scalar_grads [K / BK, C], float32, gets the gradients of the log decays instead.
     """
     PARTS: tl.constexpr = K // BK
     chunk, block = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
@@ -56,7 +56,7 @@ def kda_backward_keys(
     documents += start
     tile = lane * chunks + chunk
     row, column = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    of_v, of_part = tl.arange(0, V), block * BK + tl.arange(0, BK)
+    of_part = block * BK + tl.arange(0, BK)
     sums += tile * C * K
     by_part = row * K + of_part[None, :]
     decay = tl.load(sums + by_part)
@@ -110,30 +110,37 @@ def kda_backward_keys(
     last = tl.max(segment, 0)
     end = tl.load(sums + (C - 1) * K + of_part)
     factor = once(tl.where((segment == 0)[:, None], exp2(decay), 0.0))
-    by_v = tile * C * V + row * V + of_v[None, :]
-    by_state = tile * K * V + of_part[:, None] * V + of_v[None, :]
-    state = tl.load(states + by_state)
-    leaving = tl.load(grad_states + by_state)
-    total = tl.where(last == 0, exp2(end), 0.0)
-    total *= tl.sum(state.to(tl.float32) * leaving.to(tl.float32), 1)
-    state = tl.trans(state)
-    through = tl.dot(tl.load(grad_o + by_v), state, input_precision="ieee") * factor
-    dq += through
-    along += through * q_row
-    through = tl.dot(tl.load(grad_updates + by_v), state, input_precision="ieee") * -factor
-    dk += through
-    kept += through * k_row
+    total = tl.zeros((BK,), tl.float32)
+    read_q = tl.zeros((C, BK), tl.float32)
+    read_k = tl.zeros((C, BK), tl.float32)
+    written = tl.zeros((C, BK), tl.float32)
+    for part in tl.static_range(0, V, BV):
+        by_v, by_state = _places(tile, row, of_part, part, K, V, BV, C)
+        state = tl.load(states + by_state)
+        leaving = tl.load(grad_states + by_state)
+        total += tl.sum(state.to(tl.float32) * leaving.to(tl.float32), 1)
+        state = tl.trans(state)
+        read_q = tl.dot(tl.load(grad_o + by_v), state, read_q, input_precision="ieee")
+        read_k = tl.dot(tl.load(grad_updates + by_v), state, read_k, input_precision="ieee")
+        written = tl.dot(tl.load(updates + by_v), tl.trans(leaving), written, input_precision="ieee")
+    total *= tl.where(last == 0, exp2(end), 0.0)
+    read_q *= factor
+    dq += read_q
+    along += read_q * q_row
+    read_k *= -factor
+    dk += read_k
+    kept += read_k * k_row
     along += kept
     by_row += tile * SHARES * C + tl.arange(0, C)
     tl.store(by_row + (2 + block) * C, tl.sum(kept, 1))
 
     # The leaving state, written by k, decayed to the chunk's end.
     factor = once(tl.where((segment == last)[:, None], exp2(end[None, :] - decay), 0.0))
-    through = tl.dot(tl.load(updates + by_v), tl.trans(leaving), input_precision="ieee") * factor
-    dk += through
-    through *= k_row
-    along -= through
-    total += tl.sum(through, 0)
+    written *= factor
+    dk += written
+    written *= k_row
+    along -= written
+    total += tl.sum(written, 0)
     # A row's pair with itself has no decay.
     own = tl.load(by_row)[:, None]
     by_k = (start + rows)[:, None] * (VALUE_HEADS * K) + value_head * K + of_part[None, :]
@@ -153,6 +160,13 @@ def kda_backward_keys(
         tl.store(share + value_head * PARTS + block, tl.sum(tl.sum(drate, 1), 0))
         tl.store(share + VALUE_HEADS * PARTS + value_head * K + of_part, tl.sum(dg, 0))
         tl.store(grad_gate + by_k, dg.to(grad_gate.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _places(tile, row, of_part, part, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr):
+    """Where the value columns part .. part + BV lie, of the chunk's rows and of the channels of its state."""
+    of_v = part + tl.arange(0, BV)
+    return tile * C * V + row * V + of_v[None, :], tile * K * V + of_part[:, None] * V + of_v[None, :]
 
 
 @triton.jit

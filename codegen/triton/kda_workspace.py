@@ -28,8 +28,9 @@ def forward_workspace(node: fx.Node) -> int:
 
 def backward_workspace(node: fx.Node) -> int:
     """Of a call of `moec::kda_triton_backward`: the more of what is held at its chunks, and at the convolutions."""
-    sizes, given = _Sizes(node), {n: value_of(argument_of(node, n)) for n in ("gate", "beta", "output_gate")}
-    made = sum(nbytes(value) for value in given.values() if value is not None)
+    sizes, names = _Sizes(node), {argument.name for argument in node.target._schema.arguments}  # type: ignore[union-attr]
+    given = (value_of(argument_of(node, n)) for n in names & {"gate", "beta", "output_gate", "initial_state"})
+    made = sum(nbytes(value) for value in given if value is not None)
     partials = _FLOAT * sizes.rows * (sizes.heads * sizes.parts + sizes.gates + sizes.norms)
     by_row = CHUNK * (2 + sizes.parts + (sizes.parts if sizes.scalar else 0)) + 1
     scratch = sizes.tiles * (2 * CHUNK * CHUNK * sizes.item + by_row * _FLOAT)
@@ -62,12 +63,12 @@ class _Sizes:
         taps = [value_of(argument_of(node, name)) for name in ("conv_q", "conv_k", "conv_v")]
         self.taps = sum(size_hint(value.numel()) for value in taps if value is not None)
         self.convolved, self.scalar = int(self.taps > 0), self.gates == self.heads
-        from moec.codegen.triton.kda_launch import (
-            LAUNCH,  # needs Triton, without which nothing is lowered to the kernels
-        )
+        # Needs Triton, without which nothing is lowered to the kernels.
+        from moec.codegen.triton.kda_arguments import launch_for
 
-        self.parts = self.keys // min(LAUNCH.keys_channels, self.keys)
-        self.conv_programs = -(-self.length // (LAUNCH.conv_rows * LAUNCH.conv_repeats))
+        launch = launch_for(self.keys, self.values)
+        self.parts = self.keys // min(launch.keys_channels, self.keys)
+        self.conv_programs = -(-self.length // (launch.conv_rows * launch.conv_repeats))
 
 
 def _copies(node: fx.Node) -> int:

@@ -18,6 +18,7 @@ from moec.compiler.dialect.exchange import (
 from moec.compiler.dialect.expert_pipeline import expert_down, expert_slots, expert_up
 from moec.compiler.dialect.experts import grouped_linear, permute, unpermute
 from moec.compiler.dialect.kda import kda
+from moec.compiler.dialect.kda_state import kda_with_state
 from moec.compiler.dialect.log_probs import token_log_probs
 from moec.compiler.dialect.loss import linear_cross_entropy, linear_cross_entropy_sum
 from moec.compiler.dialect.loss_shards import combine, logit_statistics, loss_of_statistics
@@ -52,6 +53,7 @@ __all__ = [
     "index_topk",
     "indexer_loss",
     "kda",
+    "kda_with_state",
     "l2_norm",
     "linear_cross_entropy",
     "linear_cross_entropy_sum",

@@ -51,9 +51,9 @@ def kda(
     document_ids int64 [B, T]: convolution and state restart at every document; None when each row is one document.
     Result in the dtype of v; each stage computes in float32 and q, k, v, o are rounded to their dtype between stages.
     """
-    _check(
-        q, k, v, gate, beta, A_log, dt_bias, conv_q, conv_k, conv_v, output_gate, norm_weight, document_ids, heads,
-        value_heads, gate_kind, output_activation, chunk,
+    check(
+        "kda", q, k, v, gate, beta, A_log, dt_bias, conv_q, conv_k, conv_v, output_gate, norm_weight, document_ids,
+        heads, value_heads, gate_kind, output_activation, chunk,
     )  # fmt: skip
     return torch.ops.moec.kda(
         q, k, v, gate, beta, A_log, dt_bias, conv_q, conv_k, conv_v, output_gate, norm_weight, document_ids, heads,
@@ -61,7 +61,8 @@ def kda(
     )  # fmt: skip
 
 
-def _check(
+def check(
+    op: str,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -81,9 +82,11 @@ def _check(
     output_activation: str,
     chunk: int,
 ) -> None:
+    """ValueError that names the op and the argument that does not fit the others."""
+
     def fail(name: str, value: object, expected: str) -> None:
         found = f"has shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"is {value!r}"
-        raise ValueError(f"moec::kda: {name} {found}, expected {expected}")
+        raise ValueError(f"moec::{op}: {name} {found}, expected {expected}")
 
     if heads < 1 or value_heads < 1 or value_heads % heads:
         fail("value_heads", value_heads, f"a positive multiple of heads={heads}")
@@ -210,7 +213,7 @@ def _stages(
     )
 
 
-def _kda(
+def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -233,21 +236,24 @@ def _kda(
     output_activation: str,
     scale: float,
     chunk: int,
-) -> Tensor:
+    initial_state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """y and the final state [B, HV, K, V], in the math dtype."""
     stages = _stages(
         q, k, v, gate, beta, A_log, dt_bias, conv_q, conv_k, conv_v, document_ids, heads, value_heads, gate_kind,
         lower_bound, l2_eps,
     )  # fmt: skip
-    mixer = prepare(stages.q, stages.k, stages.v, stages.g, stages.beta, document_ids, None, scale, chunk)
+    mixer = prepare(stages.q, stages.k, stages.v, stages.g, stages.beta, document_ids, initial_state, scale, chunk)
     o = read_out(mixer, v.dtype)
     if output_gate is not None and norm_weight is not None:
         opening = output_gate.unflatten(-1, (value_heads, -1))
         o = gated_norm_forward(o, opening, norm_weight, norm_eps, output_activation, False)
-    return o.flatten(2)
+    return o.flatten(2), mixer.final_state
 
 
-def _kda_backward(
+def backward(
     grad_y: Tensor,
+    grad_final_state: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -270,15 +276,17 @@ def _kda_backward(
     output_activation: str,
     scale: float,
     chunk: int,
-    needed: Sequence[bool] | None,
+    initial_state: Tensor | None = None,
+    needed: Sequence[bool] | None = None,
 ) -> tuple[Tensor, ...]:
-    flags = asked_for(needed, 12)
+    """Gradients of the twelve tensors up to norm_weight, and of the initial state (empty if that is None)."""
+    flags = asked_for(needed, 13)
     stages = _stages(
         q, k, v, gate, beta, A_log, dt_bias, conv_q, conv_k, conv_v, document_ids, heads, value_heads, gate_kind,
         lower_bound, l2_eps,
     )  # fmt: skip
     inputs = (stages.q, stages.k, stages.v, stages.g, stages.beta)
-    mixer = prepare(*inputs, document_ids, None, scale, chunk)
+    mixer = prepare(*inputs, document_ids, initial_state, scale, chunk)
     grad_o = grad_y.unflatten(-1, (value_heads, -1))
     grad_output_gate, grad_norm_weight = v.new_empty(0), v.new_empty(0)
     if output_gate is not None and norm_weight is not None:
@@ -287,7 +295,9 @@ def _kda_backward(
         grad_o, grad_output_gate, grad_norm_weight = gated_norm_backward(
             grad_o, o, opening, norm_weight, norm_eps, output_activation, False, (True, flags[10], flags[11])
         )
-    grad_unit_q, grad_unit_k, grad_v, grad_g, grad_beta, _ = gradients(mixer, grad_o, None, *inputs, None, scale)
+    grad_unit_q, grad_unit_k, grad_v, grad_g, grad_beta, grad_initial_state = gradients(
+        mixer, grad_o, grad_final_state, *inputs, initial_state, scale
+    )
     grad_gate, grad_A_log, grad_dt_bias = _decay_backward(grad_g.view(stages.decay.g.shape), stages.decay, lower_bound)
     grad_beta = grad_beta * stages.beta * (1 - stages.beta)
     grad_q, grad_k = (
@@ -311,8 +321,19 @@ def _kda_backward(
         *grad_convs,
         grad_output_gate.flatten(2) if grad_output_gate.dim() > 2 else grad_output_gate,
         grad_norm_weight,
+        grad_initial_state,
     )
     return only_asked_for(needed, found)
+
+
+def _kda(*arguments: Any) -> Tensor:
+    return forward(*arguments)[0]
+
+
+def _kda_backward(grad_y: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    *given, needed = arguments
+    given += [None, None if needed is None else [*needed, True]]
+    return backward(grad_y, None, *given)[:12]
 
 
 def _fake(*arguments: Any) -> Tensor:
@@ -327,39 +348,46 @@ def backward_fake(grad_y: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     return only_asked_for(arguments[-1], like)
 
 
-_ARGUMENTS = (
+ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor gate, Tensor beta, Tensor A_log, Tensor dt_bias, Tensor? conv_q, "
     "Tensor? conv_k, Tensor? conv_v, Tensor? output_gate, Tensor? norm_weight, Tensor? document_ids, int heads, "
     "int value_heads, str gate_kind, float lower_bound, float l2_eps, float norm_eps, str output_activation, "
     "float scale, int chunk=64"
 )
+GRADIENTS = (
+    "Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_gate, Tensor grad_beta, Tensor grad_A_log, "
+    "Tensor grad_dt_bias, Tensor grad_conv_q, Tensor grad_conv_k, Tensor grad_conv_v, Tensor grad_output_gate, "
+    "Tensor grad_norm_weight"
+)
+SHAPES = {
+    "q": "B T P",
+    "k": "B T P",
+    "v": "B T R",
+    "gate": "B T G",
+    "beta": "B T HV",
+    "A_log": "HV",
+    "dt_bias": "G",
+    "conv_q": "P W",
+    "conv_k": "P W",
+    "conv_v": "R W",
+    "output_gate": "B T R",
+    "document_ids": "B T",
+}
 # K and V per head are not dimensions of the projections, so the cost is in P = H * K and R = HV * V.
+FLOPS = "B*T*(6*P*R/heads + chunk*(3*P*value_heads/heads + 2*R) + 12*(2*P + R) + 8*G + 8*R)"
+BACKWARD_FLOPS = "B*T*(20*P*R/heads + chunk*(12*P*value_heads/heads + 8*R) + 36*(2*P + R) + 16*G + 26*R)"
+
 define_op(
     "kda",
-    f"({_ARGUMENTS}) -> (Tensor y)",
+    f"({ARGUMENTS}) -> (Tensor y)",
     _kda,
     _fake,
-    backward_schema=f"(Tensor grad_y, {_ARGUMENTS}, bool[]? needed=None) -> (Tensor grad_q, Tensor grad_k, "
-    "Tensor grad_v, Tensor grad_gate, Tensor grad_beta, Tensor grad_A_log, Tensor grad_dt_bias, Tensor grad_conv_q, "
-    "Tensor grad_conv_k, Tensor grad_conv_v, Tensor grad_output_gate, Tensor grad_norm_weight)",
+    backward_schema=f"(Tensor grad_y, {ARGUMENTS}, bool[]? needed=None) -> ({GRADIENTS})",
     backward=_kda_backward,
     backward_fake=backward_fake,
-    shapes={
-        "q": "B T P",
-        "k": "B T P",
-        "v": "B T R",
-        "gate": "B T G",
-        "beta": "B T HV",
-        "A_log": "HV",
-        "dt_bias": "G",
-        "conv_q": "P W",
-        "conv_k": "P W",
-        "conv_v": "R W",
-        "output_gate": "B T R",
-        "document_ids": "B T",
-    },
-    flops="B*T*(6*P*R/heads + chunk*(3*P*value_heads/heads + 2*R) + 12*(2*P + R) + 8*G + 8*R)",
-    backward_flops="B*T*(20*P*R/heads + chunk*(12*P*value_heads/heads + 8*R) + 36*(2*P + R) + 16*G + 26*R)",
+    shapes=SHAPES,
+    flops=FLOPS,
+    backward_flops=BACKWARD_FLOPS,
     source="Kimi Linear, arXiv:2510.26692; Kimi K3 technical report, 2.1",
     summary="token mixing of a KDA or Gated DeltaNet layer between its projections",
 )

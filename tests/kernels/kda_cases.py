@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 NAMES = ("q", "k", "v", "gate", "beta", "A_log", "dt_bias", "conv_q", "conv_k", "conv_v", "output_gate", "norm_weight")
+STATELESS = 22
+"""Arguments of `moec::kda`; what follows is the initial state."""
 
 
 def inputs(
@@ -22,15 +24,20 @@ def inputs(
     gates: str = "mixed",
     scalar: bool = False,
     conv: bool = True,
+    taps: int = 4,
     norm: bool = True,
     activation: str = "sigmoid",
     packed: bool = False,
+    state: bool = False,
     lower_bound: float = -5.0,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     seed: int = 0,
 ) -> list[Any]:
-    """Arguments of `moec::kda`. gates: "mixed" channels, fast to slow; all "fast" or "slow"; all at the "bound"."""
+    """Arguments of `moec::kda`, or of `moec::kda_with_state` if `state`.
+
+    gates: "mixed" channels, fast to slow; all "fast" or "slow"; all at the "bound".
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> Tensor:
@@ -44,7 +51,7 @@ def inputs(
         "slow": torch.full((gate_width,), -9.0, dtype=torch.float64),
         "bound": torch.full((gate_width,), 8.0, dtype=torch.float64),
     }[gates]
-    taps = [random(size, 4) * 0.5 if conv else None for size in (keys, keys, values)]
+    filters = [random(size, taps) * 0.5 if conv else None for size in (keys, keys, values)]
     documents = None
     if packed:
         starts = torch.rand(batch, length, generator=generator) < 8 / max(length, 8)
@@ -57,7 +64,7 @@ def inputs(
         random(batch, length, value_heads),
         random(value_heads) * 0.3,
         shift,
-        *taps,
+        *filters,
         random(batch, length, values) if norm else None,
         1 + 0.2 * random(value_width) if norm else None,
     ]
@@ -69,7 +76,8 @@ def inputs(
     ]
     documents = None if documents is None else documents.to(device)
     options = [heads, value_heads, kind, lower_bound, 1e-6, 1e-5, activation, width**-0.5, 64]
-    return [*tensors, documents, *options]
+    initial = [random(batch, value_heads, width, value_width).to(device, kept)] if state else []
+    return [*tensors, documents, *options, *initial]
 
 
 def grad_for(arguments: list[Any], seed: int = 1) -> Tensor:
@@ -78,19 +86,36 @@ def grad_for(arguments: list[Any], seed: int = 1) -> Tensor:
     return torch.randn(v.shape, generator=generator, dtype=torch.float64).to(v.device, v.dtype)
 
 
+def state_grad_for(arguments: list[Any], seed: int = 2) -> list[Tensor]:
+    """The gradient of the final state, if the op has one."""
+    generator = torch.Generator().manual_seed(seed)
+    initial = arguments[STATELESS:]
+    return [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.device, x.dtype) for x in initial]
+
+
+def results(arguments: list[Any], grad: Tensor, kernels: bool = True) -> list[Tensor]:
+    """Output, final state if there is one, and gradients, by the kernels or the reference."""
+    name = ("kda" if len(arguments) == STATELESS else "kda_with_state") + "_triton" * kernels
+    forward, backward = getattr(torch.ops.moec, name), getattr(torch.ops.moec, f"{name}_backward")
+    found = forward(*arguments)
+    given = list(found) if isinstance(found, tuple) else [found]
+    return [*given, *backward(grad, *state_grad_for(arguments), *arguments)]
+
+
 def reference(arguments: list[Any], grad: Tensor) -> list[Tensor]:
-    """Output and gradients of the reference op, in float64."""
+    """`results` of the reference op, in float64."""
     double = [
         value.double() if isinstance(value, Tensor) and value.is_floating_point() else value for value in arguments
     ]
-    forward = torch.ops.moec.kda(*double)
-    return [forward, *torch.ops.moec.kda_backward(grad.double(), *double)]
+    return results(double, grad.double(), kernels=False)
 
 
 def errors(found: list[Tensor], expected: list[Tensor]) -> dict[str, float]:
-    """|found - expected| / |expected| of the output "y" and of each gradient, by name; not a number is infinite."""
+    """|found - expected| / |expected| of the output "y", the final state "end" and each gradient, by name; not a number
+    is infinite."""
+    names = ("y", *NAMES) if len(found) == 1 + len(NAMES) else ("y", "end", *NAMES, "initial_state")
     result = {}
-    for name, value, truth in zip(("y", *NAMES), found, expected, strict=True):
+    for name, value, truth in zip(names, found, expected, strict=True):
         if truth.numel():
             assert value.shape == truth.shape, (name, value.shape, truth.shape)
             scale = float(truth.double().norm()) or 1.0

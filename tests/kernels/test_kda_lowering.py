@@ -33,18 +33,29 @@ def _graph(device: str, **settings: Any) -> fx.Graph:
             arguments.append(node)
         else:
             arguments.append(value)
-    graph.output(graph.call_function(torch.ops.moec.kda.default, tuple(arguments)))
+    op = torch.ops.moec.kda if len(arguments) == kda_cases.STATELESS else torch.ops.moec.kda_with_state
+    graph.output(graph.call_function(op.default, tuple(arguments)))
     return graph
 
 
-def test_a_call_on_a_gpu_gets_the_kernels_and_keeps_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("op", "settings"),
+    [
+        ("kda", {"width": 128, "value_width": 64}),
+        ("kda", {"width": 256, "value_width": 256, "taps": 8}),
+        ("kda_with_state", {"width": 64, "value_width": 256, "state": True}),
+    ],
+)
+def test_a_call_on_a_gpu_gets_the_kernels_and_keeps_its_arguments(
+    monkeypatch: pytest.MonkeyPatch, op: str, settings: dict[str, Any]
+) -> None:
     monkeypatch.setattr(kda, "assembler_refusal", lambda: "")
-    graph = _graph("cuda", width=128, value_width=64)
+    graph = _graph("cuda", **settings)
     (before,) = (node for node in graph.nodes if node.op == "call_function")
     arguments = before.args
-    assert lower(graph) == {"moec.kda.default": "triton"}
+    assert lower(graph) == {f"moec.{op}.default": "triton"}
     (after,) = (node for node in graph.nodes if node.op == "call_function")
-    assert after.target is torch.ops.moec.kda_triton.default
+    assert after.target is getattr(torch.ops.moec, f"{op}_triton").default
     assert after.args == arguments
 
 
@@ -53,8 +64,9 @@ def test_a_call_on_a_gpu_gets_the_kernels_and_keeps_its_arguments(monkeypatch: p
     [
         ("cpu", {}, "q is on cpu, the kernels need a CUDA device"),
         ("cuda", {"dtype": torch.float32}, "expected bfloat16"),
-        ("cuda", {"width": 48}, "key head dimension 48, expected 16, 32, 64 or 128"),
-        ("cuda", {"value_width": 256}, "value head dimension 256"),
+        ("cuda", {"width": 48}, "key head dimension 48, expected 16, 32, 64, 128 or 256"),
+        ("cuda", {"value_width": 512}, "value head dimension 512"),
+        ("cuda", {"taps": 9}, "convolutions of [9] taps, expected one width of at most 8"),
     ],
 )
 def test_other_calls_run_the_reference_and_say_why(device: str, settings: dict[str, Any], reason: str) -> None:
@@ -83,7 +95,12 @@ def test_a_cpu_tensor_is_refused_outside_the_interpreter() -> None:
 
 
 def test_the_schemas_are_those_of_the_reference() -> None:
-    for ours, reference in (("kda_triton", "kda"), ("kda_triton_backward", "kda_backward")):
+    for ours, reference in (
+        ("kda_triton", "kda"),
+        ("kda_triton_backward", "kda_backward"),
+        ("kda_with_state_triton", "kda_with_state"),
+        ("kda_with_state_triton_backward", "kda_with_state_backward"),
+    ):
         schemas = [str(getattr(torch.ops.moec, name).default._schema).partition("(")[2] for name in (ours, reference)]
         assert schemas[0] == schemas[1]
 
@@ -95,9 +112,20 @@ def test_importing_the_package_loads_no_kernel() -> None:
 
 
 @pytest.mark.slow
-def test_every_kernel_compiles_for_sm_90(tmp_path: Path) -> None:
-    pytest.importorskip("triton")
-    built = compiled_for_sm_90("compile_kda.py", tmp_path)
-    assert len(built) == 6
-    # An H200 gives a program 227 KiB of shared memory.
-    assert all(kernel["shared"] < 227 * 1024 and kernel["wgmma"] for kernel in built.values())
+@pytest.mark.parametrize("sizes", [(128, 128), (256, 256), (256, 128), (128, 256)], ids=str)
+def test_every_kernel_compiles_for_sm_90(sizes: tuple[int, int], tmp_path: Path) -> None:
+    """In shared memory and registers of an H200: 227 KiB a program; few of a thread's numbers in memory."""
+    built = compiled_for_sm_90("compile_kda.py", tmp_path, *sizes)
+    assert {name.partition(" ")[0] for name in built} == KERNELS
+    for name, kernel in built.items():
+        assert kernel["shared"] <= 227 * 1024, (name, kernel)
+        assert kernel["stack"] <= 512, (name, kernel)
+        assert (kernel["wgmma"] > 0) is any(part in name for part in PRODUCTS), (name, kernel)
+
+
+PRODUCTS = ("chunk", "scan", "output", "values", "keys")
+KERNELS = {
+    "kda_prepare", "kda_forward_chunk", "kda_forward_scan", "kda_forward_output", "kda_backward_output",
+    "kda_backward_scan", "kda_backward_values", "kda_backward_keys", "kda_backward_rows", "kda_backward_conv",
+    "kda_sums",
+}  # fmt: skip

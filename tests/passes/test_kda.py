@@ -181,20 +181,20 @@ def test_near_misses(change: dict[str, Callable[[Tensor], Tensor]], reason: str)
 
 
 class Stateful(DeltaNet):
-    """Carries the state: neither a given nor a returned one fits the op."""
+    """Starts from a state, or gives back the final one, before its norm is computed."""
 
-    def __init__(self, given: bool) -> None:
+    def __init__(self, given: bool, taken: bool) -> None:
         super().__init__()
-        self.given = given
+        self.given, self.taken = given, taken
 
     def forward(self, x: Tensor) -> Tensor:
         real = dialect.delta_rule
-        states = []
+        means = []
 
         def carrying(*args: Any) -> tuple[Tensor, Tensor]:
             first = x.new_ones(B, HV, K, V) if self.given else None
             o, state = real(*args[:6], first, *args[7:])
-            states.append(state)
+            means.append(state.mean())
             return o, state
 
         dialect.delta_rule = carrying
@@ -202,16 +202,35 @@ class Stateful(DeltaNet):
             y = super().forward(x)
         finally:
             dialect.delta_rule = real
-        return y if self.given else y + states[0].mean()
+        return y + means[0] if self.taken else y
 
 
-@pytest.mark.parametrize(
-    ("given", "reason"), [(True, "the recurrence starts from a given state"), (False, "the final state is used")]
-)
-def test_states_keep_the_recurrence(given: bool, reason: str) -> None:
-    unit, report = _fused(Stateful(given), torch.randn(B, T, D))
-    assert reason in "\n".join(reasons(report))
+@pytest.mark.parametrize(("given", "taken"), [(True, False), (False, True), (True, True)])
+def test_states_go_into_the_op(given: bool, taken: bool) -> None:
+    unit, report = _fused(Stateful(given, taken), torch.randn(B, T, D))
+    assert counts(unit) == {"kda_with_state": 1}
+    parts = "softplus decay per head, convolutions, silu gated norm"
+    parts += ", from a given state" * given + ", final state" * taken
+    assert what(report) == [f"kda of 2 to 4 heads: {parts}"]
+    assert not report.near_misses
+
+
+def test_a_state_used_before_the_inputs_are_there_keeps_the_recurrence() -> None:
+    seen: list[Tensor] = []
+    real = dialect.delta_rule
+
+    def seeing(*args: Any) -> tuple[Tensor, Tensor]:
+        o, state = real(*args)
+        seen.append(state.mean())
+        return o, state
+
+    dialect.delta_rule = seeing
+    try:
+        unit, report = _fused(DeltaNet({"z": lambda z: z * seen[-1]}), torch.randn(B, T, D))
+    finally:
+        dialect.delta_rule = real
     assert counts(unit)["delta_rule"] == 1
+    assert "is used before" in "\n".join(reasons(report))
 
 
 class Rates(DeltaNet):
