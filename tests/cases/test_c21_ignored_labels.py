@@ -18,6 +18,7 @@ from moec.eager import EagerStep
 
 from ..spine import Language, Layer, assert_equal_gradients, batch_for, distance, mean_loss, seeded, small_k3
 from .planting import plant
+from .ranks import ROWS, assert_like_one_rank, on_ranks, plan_for
 
 PLAN = Plan(batch=3, length=6, accumulation=2)
 
@@ -126,6 +127,20 @@ def test_c21_a_batch_without_labels_is_zero_and_leaves_weights_finite(
 ) -> None:
     """The policy of every loss."""
     assert_a_batch_without_labels_is_nothing(made[0])
+
+
+def test_c21_ranks_without_labels() -> None:
+    """One of two ranks, then both: the loss is that of the valid tokens of all, and 0 where there is none."""
+    many = on_ranks(seeded(Language, Layer(), Layer()), 2, 1)
+    batch = batch_for(plan_for(1, 1))
+    batch["labels"][: ROWS // 2] = -100
+    assert_like_one_rank(many, seeded(Language, Layer(), Layer()), batch)
+    batch["labels"][:] = -100
+    assert all(not gradient.any() for gradient in many.gradients(batch).values())
+    with pytest.warns(UserWarning, match="no label of this batch is valid"):
+        result = many(batch, lr=0.5)
+    assert (float(result.loss), float(result.gradient_norm)) == (0.0, 0.0)
+    assert all(weight.isfinite().all() for weight in many.weights().values())
 
 
 def test_c21_a_mean_over_nothing_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

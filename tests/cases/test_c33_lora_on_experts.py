@@ -47,6 +47,7 @@ CONFIG = {
     "tie_word_embeddings": False,
 }
 LINEAR = {"target_modules": ["gate_proj", "up_proj", "down_proj"]}
+ATTENTION = {"target_modules": ["q_proj", "v_proj"]}
 EXPERTS = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
 
 
@@ -83,8 +84,12 @@ def assert_adapters_are_trained_as_in_eager(model: Any) -> None:
 
 @pytest.mark.parametrize(
     "targets",
-    [LINEAR | EXPERTS, pytest.param(LINEAR, marks=pytest.mark.slow), pytest.param(EXPERTS, marks=pytest.mark.slow)],
-    ids=["linear and experts", "linear", "experts"],
+    [
+        ATTENTION | EXPERTS,
+        pytest.param(LINEAR | EXPERTS, marks=pytest.mark.slow),
+        pytest.param(LINEAR, marks=pytest.mark.slow),
+    ],
+    ids=["attention and experts", "linear and experts", "linear"],
 )
 def test_c33_adapters_are_trained_as_in_eager(targets: dict[str, Any]) -> None:
     assert_adapters_are_trained_as_in_eager(adapted(**targets))
@@ -94,7 +99,7 @@ def test_c33_adapters_that_a_step_forgets_are_seen(monkeypatch: pytest.MonkeyPat
     """The experts run with their frozen weights."""
     monkeypatch.setattr(lora, "adapted_weight", lambda wrapper: wrapper.get_param())
     with pytest.raises(AssertionError):
-        assert_adapters_are_trained_as_in_eager(adapted(**LINEAR, **EXPERTS))
+        assert_adapters_are_trained_as_in_eager(adapted(**ATTENTION, **EXPERTS))
 
 
 def test_c33_a_base_that_becomes_trainable_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,8 +124,8 @@ def test_c33_the_log_says_which_experts_are_adapted() -> None:
     where = "in Qwen3MoeExperts (model.layers.1.mlp.experts)"
     reached = f"LoRA: adapters on down_proj, gate_up_proj {where}"
     assert adapter_notes(adapted(**EXPERTS)) == [reached, "LoRA: no other layer has an adapter"]
-    only_attention = adapter_notes(adapted(target_modules=["q_proj"]))
-    assert only_attention == [f"LoRA: no adapter {where}", "LoRA: adapters on 2 other layers, q_proj"]
+    only_attention = adapter_notes(adapted(**ATTENTION))
+    assert only_attention == [f"LoRA: no adapter {where}", "LoRA: adapters on 4 other layers, q_proj, v_proj"]
     # Whether peft takes these names for those of the stacked experts, of the linear ones, or of both.
     linear = adapted(**LINEAR)
     experts, others = adapter_notes(linear)
@@ -131,7 +136,7 @@ def test_c33_the_log_says_which_experts_are_adapted() -> None:
 
 @pytest.mark.slow
 def test_c33_adapters_in_float32_on_a_base_in_bf16() -> None:
-    model = adapted(torch.bfloat16, **LINEAR, **EXPERTS)
+    model = adapted(torch.bfloat16, **ATTENTION, **EXPERTS)
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
     report = verify(model, replace(PLAN, check=False), steps=2)
     assert report.equal, str(report)
@@ -139,7 +144,7 @@ def test_c33_adapters_in_float32_on_a_base_in_bf16() -> None:
 
 @pytest.mark.slow
 def test_c33_adapters_on_two_ranks() -> None:
-    report = verify_lockstep(adapted(**LINEAR, **EXPERTS), replace(PLAN, batch=1, mesh=MeshPlan(fsdp=2)), steps=2)
+    report = verify_lockstep(adapted(**ATTENTION, **EXPERTS), replace(PLAN, batch=1, mesh=MeshPlan(fsdp=2)), steps=2)
     assert report.equal, str(report)
 
 
