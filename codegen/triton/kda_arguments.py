@@ -48,11 +48,16 @@ class Launch:
 LAUNCH = Launch()
 
 
-def launch_for(width: int, value_width: int) -> Launch:
-    """The settings for head dimensions K and V; those for 256 keep tiles in registers and shared memory, untimed."""
+def launch_for(width: int, value_width: int, taps: int) -> Launch:
+    """The settings for head dimensions K and V and convolutions of so many taps.
+
+    Those for 256 and for more than four taps keep tiles in registers and shared memory, untimed.
+    """
     launch = LAUNCH
     if max(width, value_width) > 128:
-        launch = dataclasses.replace(launch, prepare_rows=16, rows_rows=16, conv_rows=8, conv_repeats=64)
+        launch = dataclasses.replace(launch, prepare_rows=16, rows_rows=16)
+    if max(width, value_width) > 128 or taps > 4:
+        launch = dataclasses.replace(launch, conv_rows=8, conv_repeats=64)
     if width > 128:
         launch = dataclasses.replace(launch, scan_stages=2)
     if value_width > 128:
@@ -111,7 +116,7 @@ class Inputs(NamedTuple):
 
     @property
     def launch(self) -> Launch:
-        return launch_for(self.key_width, self.value_width)
+        return launch_for(self.key_width, self.value_width, self.taps)
 
     def contiguous(self) -> Inputs:
         return Inputs._make(value.contiguous() if isinstance(value, Tensor) else value for value in self)

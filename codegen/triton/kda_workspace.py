@@ -66,7 +66,7 @@ class _Sizes:
         # Needs Triton, without which nothing is lowered to the kernels.
         from moec.codegen.triton.kda_arguments import launch_for
 
-        launch = launch_for(self.keys, self.values)
+        launch = launch_for(self.keys, self.values, 0 if taps[0] is None else size_hint(taps[0].shape[1]))
         self.parts = self.keys // min(launch.keys_channels, self.keys)
         self.conv_programs = -(-self.length // (launch.conv_rows * launch.conv_repeats))
 

@@ -81,7 +81,7 @@ def _resources(cubin: bytes) -> dict[str, int]:
 
 def kernels(width: int, value_width: int) -> dict[str, dict[str, int]]:
     """All kernels for K = width and V = value_width, as `kda_launch` launches them."""
-    launch = launch_for(width, value_width)
+    launch = launch_for(width, value_width, CONSTANTS["WIDTH"])
     channels = min(launch.keys_channels, width)
     sizes = {"K": width, "V": value_width, "PARTS": width // channels, "SHARES": 2 + width // channels}
     scan = sizes | {"BV": min(launch.scan_columns, value_width), "STAGES": launch.scan_stages}
