@@ -197,10 +197,13 @@ def cell(
 
 
 def selective_rules(model: nn.Module, plan: Plan) -> tuple[CacheRule, ...]:
-    """Recompute all but the results of `EXPENSIVE` ops that the model has."""
+    """Recompute all in layers but the results of `EXPENSIVE` ops that the model has."""
     placements = driver.build(model, plan).log.placements
     found = {row.op for rows in placements.values() for row in rows} & {str(op) for op in EXPENSIVE}
-    return (CacheRule("recompute"), *(CacheRule("keep", "*", op.removesuffix(".default")) for op in sorted(found)))
+    return (
+        CacheRule("recompute", "*layers.*"),
+        *(CacheRule("keep", "*", op.removesuffix(".default")) for op in sorted(found)),
+    )
 
 
 CACHE_SEARCH = place_cache.CacheSearch

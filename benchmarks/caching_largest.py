@@ -1,4 +1,4 @@
-"""The baseline that offloads the largest values first, until the step fits; what is left is kept."""
+"""The baseline that offloads the largest values of layers first, until the step fits; what is left is kept."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class LargestFirst(CacheSearch):
         assert hbm is not None
         values = [
             (-value.bytes, number, call.path, value.name)
-            for template, problem in zip(self._templates, self.problems, strict=True)
+            for template, problem in zip(self._templates, self.problems, strict=False)
             for number, call in enumerate(template.calls)
             for value in problem.values
             if value.needed and value.may_offload
@@ -37,4 +37,4 @@ class LargestFirst(CacheSearch):
         for _, _, path, name in values:
             names[path].append(name)
         choices = {path: Choices(by_name=tuple((name, OFFLOAD) for name in own)) for path, own in names.items()}
-        return self.replay(choices, 0.0)
+        return self.replay(choices, Choices(), 0.0)

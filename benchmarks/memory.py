@@ -91,7 +91,8 @@ def recomputed(path: str) -> CachePlan:
     return CachePlan(policy=(CacheRule("recompute", path),))
 
 
-OUT = (CacheRule("offload"), CacheRule("offload", "*", "input"))
+LAYERS = "*layers.*"
+OUT = (CacheRule("offload", LAYERS), CacheRule("offload", LAYERS, "input"))
 MIXED = (CacheRule("offload", "layers.*.feed_forward"), CacheRule("recompute", "layers.*.attention"))
 B = Plan(batch=2, length=2048, dtype="bfloat16")
 CASES: dict[str, tuple[Make, Plan]] = {
@@ -99,7 +100,7 @@ CASES: dict[str, tuple[Make, Plan]] = {
     "recompute all": (k3(), dataclasses.replace(B, cache=recomputed("layers.*"))),
     "recompute feed-forwards": (k3(), dataclasses.replace(B, cache=recomputed("layers.*.feed_forward"))),
     "recompute attention": (k3(), dataclasses.replace(B, cache=recomputed("layers.*.attention"))),
-    "offload all": (k3(), dataclasses.replace(B, cache=CachePlan(policy=(CacheRule("offload"),)))),
+    "offload all": (k3(), dataclasses.replace(B, cache=CachePlan(policy=(CacheRule("offload", LAYERS),)))),
     "offload all and inputs": (k3(), dataclasses.replace(B, cache=CachePlan(policy=OUT))),
     "offload feed-forwards, recompute attention": (k3(), dataclasses.replace(B, cache=CachePlan(policy=MIXED))),
     "offload, three microbatches": (k3(), dataclasses.replace(B, accumulation=3, cache=CachePlan(policy=OUT))),
@@ -112,7 +113,7 @@ CASES: dict[str, tuple[Make, Plan]] = {
     "float32": (k3(), dataclasses.replace(B, dtype="float32", length=1024)),
     "mixtral": (huggingface("mixtral"), B),
     "mixtral offloaded": (huggingface("mixtral"), dataclasses.replace(B, cache=CachePlan(policy=OUT))),
-    "gpt_oss recomputed": (huggingface("gpt_oss"), dataclasses.replace(B, cache=recomputed("*"))),
+    "gpt_oss recomputed": (huggingface("gpt_oss"), dataclasses.replace(B, cache=recomputed(LAYERS))),
     "deepseek_v3": (huggingface("deepseek_v3"), B),
 }
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import fx
 
 from moec.codegen.function import FunctionWriter, Handler
+from moec.compiler.cache_schedule import outside_name
 from moec.compiler.partition import Partitioned
 from moec.compiler.text import quoted
 
@@ -28,9 +29,10 @@ def names_of_fetched(backward: fx.Graph, given: Mapping[fx.Node, str]) -> dict[f
     return {node: given[node.args[0]].removeprefix(HOST_PREFIX) for node in fetched}  # type: ignore[index]
 
 
-def copies_of(layers: Sequence[str], action: str) -> list[str]:
-    """Statements that release or prefetch the values of layers."""
-    return [f"cache.{action}(saved[{quoted(path)}])" for path in layers]
+def copies_of(holders: Sequence[str], action: str, own: Callable[[str], str]) -> list[str]:
+    """Statements that release or prefetch values. own: name of a value outside of layers -> its variable."""
+    names = [(holder, outside_name(holder)) for holder in holders]
+    return [f"cache.{action}({f'[{own(name)}]' if name else f'saved[{quoted(path)}]'})" for path, name in names]
 
 
 def _offload(writer: FunctionWriter, node: fx.Node) -> str:

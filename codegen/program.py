@@ -219,12 +219,16 @@ def _model_forward(
     final = list(zip(written, outputs[count : count + len(written)], strict=True))
     writes = buffer_writes(outer.forward, {n: s.template for n, s in sections.items()}, tied, final)
     names = {signature.inputs[index].name: name for index, name in _locals(signature).items()}
+    parked = {name: node for node, name in outer.copies().items() if node.graph is outer.forward}
     writer = FunctionWriter(
         outer.forward,
         given=_input_texts(outer, outer.forward),
         owned=set(),
         taken={*names.values(), *_RESERVED, *_functions(sections)},
-        handlers={torch.ops.moec.region.default: _region_handler(sections, writes, schedule)},
+        handlers={
+            torch.ops.moec.region.default: _region_handler(sections, writes, schedule, parked),
+            **CACHE_HANDLERS,
+        },
         attributes=outer.joint.module,
         constants=constants,
         section=_layer_of,
@@ -235,7 +239,7 @@ def _model_forward(
     body = ['"""Results of one microbatch by name, and what backward() needs."""', 'w = state.scope("")']
     body += [f"{local} = batch[{quoted(name)}]" for name, local in names.items() if _is_used(outer, name)]
     body += [*(["cache = state.host_cache(HOST_POOL)"] if cache else []), "saved = {}", *statements]
-    body += copies_of(schedule.release.get(END, ()), "release")
+    body += copies_of(schedule.release.get(END, ()), "release", lambda name: writer.text(parked[name]))
     body += [line for name, value in writes.at_end for line in fold(_write(name, writer.text(value)))]
     saved = [writer.text(node) for node in saved_values]
     body += fold(f'saved[""] = [{", ".join([*saved, *_inputs_of_backward(outer)])}]')
@@ -261,14 +265,16 @@ def _model_backward(
     signature, joint = outer.joint.unit.signature, outer.joint
     saved_inputs = _inputs_of_backward(outer)
     given = _input_texts(outer, outer.backward)
+    own_copies = {node.name: text for node, text in zip(outer.saved, saved_names, strict=True)}
     writer = FunctionWriter(
         outer.backward,
         given=given,
         owned={*saved_names, *saved_inputs},
         taken={*saved_names, *saved_inputs, *_RESERVED, *_functions(sections)},
         handlers={
-            torch.ops.moec.region_backward.default: _region_backward_handler(sections, schedule),
+            torch.ops.moec.region_backward.default: _region_backward_handler(sections, schedule, own_copies),
             WAIT: _reduced_handler,
+            **CACHE_HANDLERS,
         },
         attributes=joint.module,
         constants=constants,
@@ -289,12 +295,13 @@ def _model_backward(
         if isinstance(node, fx.Node) and not _is_layer_grad(node, sections) and not _is_reduced(node):
             own.setdefault(node, []).append(signature.inputs[index].name)
     writer.after = {node: _accumulations(wanted) for node, wanted in own.items() if node.op == "call_function"}
+    writer.wishes = names_of_fetched(outer.backward, given)
     unpack = [*saved_names, *saved_inputs]
     body = ['"""Add the gradients of one microbatch to the state."""', 'w = state.scope("")']
     body += [*fold(f'[{", ".join(unpack)}] = saved.pop("")')] if unpack else []
     if cache:
         body.append("cache = state.host_cache(HOST_POOL)")
-        body += copies_of(schedule.prefetch.get(END, ()), "prefetch")
+        body += copies_of(schedule.prefetch.get(END, ()), "prefetch", own_copies.__getitem__)
     body.append(f"seed = torch.ones((), dtype={seed_dtype}, device=DEVICE)")
     body += writer.lines(())
     for node, wanted in own.items():
@@ -331,7 +338,9 @@ def _reduced_handler(writer: FunctionWriter, node: fx.Node) -> str | None:
     return f"{writer.name(node)} = {call}"
 
 
-def _region_handler(sections: Mapping[str, Section], writes: BufferWrites, schedule: CacheSchedule) -> Any:
+def _region_handler(
+    sections: Mapping[str, Section], writes: BufferWrites, schedule: CacheSchedule, parked: Mapping[str, fx.Node]
+) -> Any:
     def write(writer: FunctionWriter, node: fx.Node) -> str:
         template, path, inputs, _ = node.args
         section = sections[str(template)]
@@ -351,7 +360,7 @@ def _region_handler(sections: Mapping[str, Section], writes: BufferWrites, sched
         target = f"{_one_or_tuple(names)}, saved[{quoted(str(path))}]"
         call = f"{target} = {template}_forward({', '.join(arguments)})"
         before = [_write(name, writer.text(value)) for name, value in writes.before[node]]
-        released = copies_of(schedule.release.get(str(path), ()), "release")
+        released = copies_of(schedule.release.get(str(path), ()), "release", lambda name: writer.text(parked[name]))
         after = [*(_write(name, writer.text(value)) for name, value in writes.after[node]), *released]
         return "\n".join([*before, call, *after])
 
@@ -370,7 +379,9 @@ def _weight_texts(writer: FunctionWriter, node: fx.Node, section: Section) -> li
     return [f"{{**{scope}, {', '.join(shared)}}}" if shared else scope, *cache, *texts[:buckets]]
 
 
-def _region_backward_handler(sections: Mapping[str, Section], schedule: CacheSchedule) -> Any:
+def _region_backward_handler(
+    sections: Mapping[str, Section], schedule: CacheSchedule, own_copies: Mapping[str, str]
+) -> Any:
     def write(writer: FunctionWriter, node: fx.Node) -> str:
         template, path, *_, tangents = node.args
         section = sections[str(template)]
@@ -392,7 +403,7 @@ def _region_backward_handler(sections: Mapping[str, Section], schedule: CacheSch
         arguments = [*_weight_texts(writer, node, section), f"saved.pop({quoted(str(path))})"]
         arguments += [writer.text(value) for value in tangents]  # type: ignore[union-attr]
         call = f"{template}_backward({', '.join(arguments)})"
-        before = copies_of(schedule.prefetch.get(str(path), ()), "prefetch")
+        before = copies_of(schedule.prefetch.get(str(path), ()), "prefetch", own_copies.__getitem__)
         target = _one_or_tuple(names or [writer.drop(node)])
         if not _returns_weights(section):
             return "\n".join([*before, f"{target} = {call}"])

@@ -1,4 +1,4 @@
-"""From the cache rules of a plan to a choice for every value of every layer, and from choices to layer templates.
+"""From the cache rules of a plan to a choice for every value, and from choices to layer templates.
 
 Layers of one template whose values go different ways get templates of their own with the same graph, so the emitted
 program has one pair of functions for each kind of layer that differs.
@@ -27,10 +27,12 @@ INPUT = "input"
 """The name of the op that stands for inputs of a layer in a rule."""
 
 
-def choices_by_rules(program: JointProgram, rules: Sequence[CacheRule]) -> dict[str, Choices]:
-    """Layer path -> choices, by the last rule that covers each value.
+def choices_by_rules(
+    program: JointProgram, rules: Sequence[CacheRule], *, layers_only: bool = False
+) -> tuple[dict[str, Choices], Choices]:
+    """Layer path -> choices, and those outside of layers, by the last rule that covers each value.
 
-    Raises PlanError for a rule that covers no value of a layer, naming the nearest layers.
+    layers_only: rules mean layers alone. Raises PlanError for a rule that covers no value, naming the nearest layers.
     """
     used: set[CacheRule] = set()
     found: dict[str, Choices] = {}
@@ -38,10 +40,12 @@ def choices_by_rules(program: JointProgram, rules: Sequence[CacheRule]) -> dict[
         values = list(layer_values(program.joints[template.unit.name]))
         for call in template.calls:
             found[call.path] = _choices(call.path, values, rules, used)
+    own = [value for value in layer_values(program.outer) if value[2] != INPUT]
+    outside = Choices() if layers_only else _choices("", own, rules, used)
     for rule in rules:
         if rule not in used:
             raise _covers_nothing(rule, list(found))
-    return found
+    return found, outside
 
 
 def layer_values(joint: Joint) -> Iterator[tuple[fx.Node, str, str]]:
@@ -82,7 +86,7 @@ def _choices(
 ) -> Choices:
     by_name = []
     for node, inner, op in values:
-        full = f"{path}.{inner}" if inner else path
+        full = ".".join(part for part in (path, inner) if part)
         covering = [rule for rule in rules if _covers(rule, full, op)]
         used.update(covering)
         if covering and covering[-1].decision != "keep":
@@ -103,7 +107,7 @@ def _covers_nothing(rule: CacheRule, layers: Sequence[str]) -> PlanError:
     near = difflib.get_close_matches(rule.path, layers, n=3, cutoff=0.2) or layers[:3]
     op = "" if rule.op == "*" else f" with op {rule.op!r}"
     return PlanError(
-        f"the rule to {rule.decision} {rule.path!r}{op} covers no value of a layer",
+        f"the rule to {rule.decision} {rule.path!r}{op} covers no value",
         where="plan.cache.policy",
         hint=f"layers are, for example: {', '.join(near)}" if near else "the model has no repeated layers",
     )

@@ -7,10 +7,12 @@
    before backward.
 3. Backward: the copies back of a layer start (`prefetch`) as late as they can and still be there when they are read;
    where that is before backward, the step waits.
+4. Values outside of layers are waited for, and start, behind and before layers too, each on its own.
 """
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -18,7 +20,7 @@ import torch
 from torch import fx
 
 from moec.compiler.cache_problem import copy_seconds
-from moec.compiler.cache_schedule import END, CacheSchedule
+from moec.compiler.cache_schedule import END, CacheSchedule, outside, outside_name
 from moec.compiler.cost import node_cost
 from moec.compiler.dialect.registry import nbytes
 from moec.compiler.graph import OUTER
@@ -50,16 +52,21 @@ class Timing:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a layer. begin, end: on the clock of its direction.
+    """One call of a layer, or a value outside of layers. begin, end: on the clock of its direction.
 
-    copies: in their order on the host link, seconds after `begin` at which each can start, or has to be there, and
-    seconds that it takes.
+    holder: of the values that are copied. copies: in their order on the host link, seconds after `begin` at which each
+    can start, or has to be there, and seconds that it takes.
     """
 
-    path: str
+    holder: str
     begin: float
     end: float
     copies: tuple[tuple[float, float], ...] = ()
+
+    @property
+    def is_layer(self) -> bool:
+        """Whether it is a place for statements: not a value."""
+        return not outside_name(self.holder)
 
 
 class Clock:
@@ -93,8 +100,9 @@ class Clock:
 
 def cache_timing(templates: Mapping[str, Partitioned], outer: Partitioned, clock: Clock) -> Timing:
     """The schedule of a program's copies and its time on a device."""
-    forward, forward_seconds = _calls(outer.forward, {n: p.forward for n, p in templates.items()}, clock)
-    backward, backward_seconds = _calls(outer.backward, {n: p.backward for n, p in templates.items()}, clock)
+    own = outer.copies()
+    forward, forward_seconds = _calls(outer.forward, own, {n: p.forward for n, p in templates.items()}, clock)
+    backward, backward_seconds = _calls(outer.backward, own, {n: p.backward for n, p in templates.items()}, clock)
     release, forward_wait = releases(forward, forward_seconds)
     prefetch, backward_wait = prefetches(backward)
     schedule = CacheSchedule(release, prefetch)
@@ -103,35 +111,38 @@ def cache_timing(templates: Mapping[str, Partitioned], outer: Partitioned, clock
 
 
 def releases(calls: Sequence[Call], seconds: float) -> tuple[dict[str, tuple[str, ...]], float]:
-    """Behind which layer the copies out of each are waited for, and the wait when forward ends."""
+    """Behind which layer the copies out of each holder are waited for, and the wait when forward ends."""
     found: dict[str, tuple[str, ...]] = {}
     free = 0.0
     for index, call in enumerate(calls):
         if call.copies:
             for made, took in call.copies:
                 free = max(free, call.begin + made) + took
-            behind = next((later.path for later in calls[index:] if later.end >= free), END)
-            found[behind] = (*found.get(behind, ()), call.path)
+            behind = next((later.holder for later in calls[index:] if later.is_layer and later.end >= free), END)
+            found[behind] = (*found.get(behind, ()), call.holder)
     return found, max(0.0, free - seconds)
 
 
 def prefetches(calls: Sequence[Call]) -> tuple[dict[str, tuple[str, ...]], float]:
-    """Before which layer the copies back of each start, and how long reads wait for theirs in all."""
+    """Before which layer the copies back of each holder start, and how long reads wait for theirs in all."""
     starts: dict[str, float] = {}
     latest = float("inf")
     for call in reversed(calls):
         if call.copies:
             for read, took in reversed(call.copies):
                 latest = min(latest, call.begin + read) - took
-            starts[call.path] = latest
+            starts[call.holder] = latest
     found: dict[str, tuple[str, ...]] = {}
     free = wait = 0.0
-    for index, call in enumerate(calls):
+    places: list[Call] = []
+    for call in calls:
+        if call.is_layer:
+            places.append(call)
         if not call.copies:
             continue
-        early = [other for other in calls[: index + 1] if other.begin <= starts[call.path]]
-        before, begin = (early[-1].path, early[-1].begin) if early else (END, 0.0)
-        found[before] = (*found.get(before, ()), call.path)
+        early = bisect.bisect_right(places, starts[call.holder], key=lambda place: place.begin)
+        before, begin = (places[early - 1].holder, places[early - 1].begin) if early else (END, 0.0)
+        found[before] = (*found.get(before, ()), call.holder)
         free = max(free, begin + wait)
         for read, took in call.copies:
             free += took
@@ -139,8 +150,10 @@ def prefetches(calls: Sequence[Call]) -> tuple[dict[str, tuple[str, ...]], float
     return found, wait
 
 
-def _calls(outer: fx.Graph, layers: Mapping[str, fx.Graph], clock: Clock) -> tuple[list[Call], float]:
-    """The calls of layers on the clock of one direction, and when it ends."""
+def _calls(
+    outer: fx.Graph, own: Mapping[fx.Node, str], layers: Mapping[str, fx.Graph], clock: Clock
+) -> tuple[list[Call], float]:
+    """The calls of layers on the clock of one direction, and when it ends. own: copies outside of layers, by value."""
     copies = {name: _copies(graph, clock) for name, graph in layers.items()}
     calls, now = [], 0.0
     for node in outer.nodes:
@@ -149,8 +162,10 @@ def _calls(outer: fx.Graph, layers: Mapping[str, fx.Graph], clock: Clock) -> tup
             seconds = clock.graph(layers[name])
             calls.append(Call(path, now, now + seconds, copies[name]))
             now += seconds
-        else:
-            now += clock.op(node)
+            continue
+        if node in own:
+            calls.append(Call(outside(own[node]), now, now, ((0.0, _link_seconds(node, clock)),)))
+        now += clock.op(node)
     return calls, now
 
 
@@ -159,12 +174,15 @@ def _copies(graph: fx.Graph, clock: Clock) -> tuple[tuple[float, float], ...]:
     now, found = 0.0, []
     for node in graph.nodes:
         if node.target in _COPIES:
-            seconds = nbytes(node.meta["val"]) / clock.device.host_bytes
-            found.append((_place(node), now, seconds))
+            found.append((_place(node), now, _link_seconds(node, clock)))
         now += clock.op(node)
     if any(place is not None for place, *_ in found):
         found.sort()
     return tuple((when, seconds) for _, when, seconds in found)
+
+
+def _link_seconds(node: fx.Node, clock: Clock) -> float:
+    return nbytes(node.meta["val"]) / clock.device.host_bytes
 
 
 def _place(node: fx.Node) -> int | None:

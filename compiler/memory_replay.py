@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from moec.compiler.allocations import rounded
-from moec.compiler.cache_schedule import END
+from moec.compiler.cache_schedule import END, outside
 from moec.compiler.collectives import WAIT
 from moec.compiler.dialect.registry import nbytes
 from moec.compiler.differentiate import is_getitem
@@ -49,6 +49,7 @@ class _Replay:
             for name, layer in parts.items()
         }
         self._backward = {name: lives.of(layer.backward, _outputs(layer.backward)) for name, layer in parts.items()}
+        self._own_copies = program.outer.copies()
         self._outer_forward = lives.of(program.outer.forward, _kept(program.outer))
         self._outer_backward = lives.of(program.outer.backward)
         self._times_given = Counter(_outputs(program.outer.backward))
@@ -209,7 +210,10 @@ class _Replay:
         if node.target is _OPS.region_backward.default:
             return self._call_backward(node, names)
         if node.target is _OPS.offload.default:
-            return memory.park(names[node.args[0]], instruction.sizes)  # type: ignore[index]
+            parked = memory.park(names[node.args[0]], instruction.sizes)  # type: ignore[index]
+            if node in self._own_copies:
+                self._saved[outside(self._own_copies[node])] = [parked]
+            return parked
         if node.target is _OPS.fetch.default:
             return memory.fetch(names[node.args[0]])  # type: ignore[index]
         if is_getitem(node):
@@ -252,14 +256,14 @@ class _Replay:
         return nbytes(value) // value.element_size() * max(value.element_size(), torch.float32.itemsize)
 
     def _release(self, path: str) -> None:
-        for layer in self._program.schedule.release.get(path, ()):
-            for parked in parked_in(self._saved[layer]):
+        for holder in self._program.schedule.release.get(path, ()):
+            for parked in parked_in(self._saved[holder]):
                 self._memory.release(parked)
 
     def _prefetch(self, path: str) -> None:
         self._memory.now = f"prefetch before {path or 'backward'}"
-        for layer in self._program.schedule.prefetch.get(path, ()):
-            for parked in parked_in(self._saved[layer]):
+        for holder in self._program.schedule.prefetch.get(path, ()):
+            for parked in parked_in(self._saved[holder]):
                 self._memory.prefetch(parked)
 
 

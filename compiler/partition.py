@@ -13,7 +13,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -25,6 +25,7 @@ from moec.compiler.dialect.registry import lookup, nbytes
 from moec.compiler.differentiate import Joint, is_getitem, is_tensor
 
 aten = torch.ops.aten
+_OFFLOAD = torch.ops.moec.offload.default
 
 Decision = Literal["keep", "offload", "recompute"]
 
@@ -46,6 +47,8 @@ DECISIONS = {
     aten.argmin.default,
 }
 """Ops whose indices hang on which of two numbers is larger, beside those of the dialect that say so."""
+
+_COLLECTIVE = "_c10d_functional"
 
 KEEP = Choice("keep", "backward uses it")
 RECOMPUTE = Choice("recompute", "the plan recomputes it")
@@ -97,6 +100,14 @@ class Partitioned:
     @property
     def saved_bytes(self) -> int:
         return sum(nbytes(node.meta["val"]) for node in self.saved)
+
+    def copies(self) -> dict[fx.Node, str]:
+        """Nodes of both graphs that move a value to host memory or back -> the name of the value."""
+        outputs: Sequence[fx.Node] = self.forward.output_node().args[0]  # type: ignore[assignment]
+        pairs = zip(outputs[len(outputs) - len(self.saved) :], self.saved, strict=True)
+        out = {node: value.name for node, value in pairs if node.target is _OFFLOAD}
+        back = self.backward.find_nodes(op="call_function", target=torch.ops.moec.fetch.default)
+        return out | {node: self.saved[node.args[0].meta["role"][1]].name for node in back}  # type: ignore[union-attr]
 
 
 def partition(joint: Joint, choices: Choices = Choices(), *, changing: Collection[str] = ()) -> Partitioned:
@@ -166,15 +177,16 @@ def may_recompute(node: fx.Node) -> tuple[bool, str]:
         return False, "it chooses by comparing, and near-ties may fall another way"
     if torch.Tag.nondeterministic_seeded in tags:
         return False, "it draws random numbers"
-    if str(node.target).startswith(("moec.region", "moec::region", "_c10d_functional")):
+    if str(node.target).startswith(("moec.region", "moec::region", _COLLECTIVE)):
         return False, "a call of a layer or a collective runs once"
     return True, ""
 
 
 def may_offload(node: fx.Node) -> bool:
-    """Whether a value can wait in host memory: one dense tensor."""
+    """Whether a value can wait in host memory: one dense tensor, and no weights that ranks have gathered."""
     value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.layout == torch.strided
+    gathered = str(node.target).startswith(_COLLECTIVE)
+    return isinstance(value, torch.Tensor) and value.layout == torch.strided and not gathered
 
 
 class _Chooser:
@@ -341,16 +353,16 @@ def _backward_graph(joint: Joint, backward: list[fx.Node], chooser: _Chooser) ->
 
 
 def _park(graph: fx.Graph, node: fx.Node, value: fx.Node) -> fx.Node:
-    parked = graph.call_function(torch.ops.moec.offload.default, (value,))
+    parked = graph.call_function(_OFFLOAD, (value,))
     fake = node.meta["val"]
-    parked.meta = {**node.meta, "val": torch.ops.moec.offload.default(fake)}
+    parked.meta = {**node.meta, "val": _OFFLOAD(fake)}
     return parked
 
 
 def _come_back(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
     """Let a saved value be the one that is fetched from host memory."""
     parked, fake = copies[node], node.meta["val"]
-    parked.meta = {**parked.meta, "val": torch.ops.moec.offload.default(fake)}
+    parked.meta = {**parked.meta, "val": _OFFLOAD(fake)}
     copies[node] = graph.call_function(torch.ops.moec.fetch.default, (parked, fake.device))
     copies[node].meta = {**node.meta, "val": fake}
     return copies[node]

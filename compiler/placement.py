@@ -33,7 +33,8 @@ class JointProgram:
     shared: path of a layer's weight that more than one place of the program uses -> the outer program's name for it.
     tied: other name of a weight -> the one that owns it.
     buckets: what is gathered and reduced together, by name; filled in by sharding.
-    choices: template -> how its values reach the backward; filled in by `place_cache`, all are kept where it is not.
+    choices: template, or OUTER -> how its values reach the backward; filled in by `place_cache`, all are kept where it
+    is not.
     """
 
     templates: dict[str, Template]

@@ -20,6 +20,7 @@ from moec.compiler.printer import StageGraphs
 from moec.compiler.view import TrainingView
 from moec.compiler.wire import Collective, microbatch_collectives
 from moec.passes import SHARDING_PASSES
+from moec.runtime.host_pool import ALIGNMENT
 
 
 @dataclass
@@ -53,11 +54,17 @@ class Compilation:
         return microbatch_collectives(self.outer, layers) if self.outer is not None else []
 
     def host_copies(self) -> HostCopies | None:
-        """What goes to host memory; None where nothing does. The pool has a tenth more than what is used at a time."""
+        """What goes to host memory; None where nothing does.
+
+        The pool has a tenth more than what is used at a time, and what the alignment of every value may take.
+        """
         memory = self.log.memory
         if memory is None or memory.host == 0 or self.timing is None:
             return None
-        size, limit = int(1.1 * memory.host), self.plan.cache.host_bytes
+        calls = {section.template.name: len(section.template.calls) for section in self.sections}
+        moved = {unit: sum(row.decision == "offload" for row in rows) for unit, rows in self.log.placements.items()}
+        values = sum(count * calls.get(unit, 1) for unit, count in moved.items())
+        size, limit = int(1.1 * memory.host) + ALIGNMENT * values, self.plan.cache.host_bytes
         return HostCopies(self.timing.schedule, size if limit is None else min(size, limit))
 
     def balanced_routers(self) -> list[tuple[str, str, int]]:

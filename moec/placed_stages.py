@@ -64,7 +64,7 @@ def differentiate_and_place(result: Compilation) -> None:
                 joints[template.unit.name], plan, program.choices.get(template.name, Choices()), template.changing
             )
             result.sections.append(Section(template, parts))
-        result.outer = _partitioned(outer, plan)
+        result.outer = _partitioned(outer, plan, program.choices.get(OUTER, Choices()))
         everything = [*((s.template.name, s.parts) for s in result.sections), (OUTER, result.outer)]
         count(graph for _, parts in everything for graph in (parts.forward, parts.backward))
     log.placements = {name: parts.placements for name, parts in everything}

@@ -2,8 +2,8 @@
 
 1. The solver limits the bytes that all layers keep when forward ends. What a step holds beyond them (state, work space,
    copies in flight, recomputed values) is found by replaying it: limit = `hbm` - (peak - kept).
-2. Everything kept is the fastest, where it fits. As little kept as can be is the last resort, with and without copies:
-   if that does not fit, nothing that the solver knows does.
+2. Everything kept is the fastest, where it fits. As little kept as can be is the last resort, with and without copies,
+   and with what is outside of layers kept: if that does not fit, nothing that the solver knows does.
 3. In between the best way within the limit, replayed again, and the limit corrected by what was over or left.
 4. The solver takes copies for a sum that runs beside the compute. Where the schedule of a choice waits for copies, a
    smaller rate of the host link is tried too, and the fastest by its schedule is taken.
@@ -13,16 +13,18 @@ Early layers take the ways that offload most: their copies have the longest time
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 
-from moec.compiler.cache_problem import LayerProblem, layer_problem
+from moec.compiler.cache_problem import LayerProblem, inputs_kept, layer_problem, outer_problem
 from moec.compiler.cache_schedule import CacheSchedule
 from moec.compiler.cache_solver import Limits, Solution, Way, best_way, first_ways, solve
 from moec.compiler.cache_timing import Clock, Timing, cache_timing
+from moec.compiler.differentiate import Joint
 from moec.compiler.errors import PlanError
+from moec.compiler.graph import OUTER
 from moec.compiler.hardware import Hardware
 from moec.compiler.lower import lower
 from moec.compiler.memory import MemoryPlan
@@ -46,27 +48,28 @@ _REGIONS = (torch.ops.moec.region.default, torch.ops.moec.region_backward.defaul
 
 @dataclass(frozen=True)
 class Found:
-    """Layer path -> choices, with what the replay says of them and how far from the best they may be."""
+    """Layer path -> choices, and those outside of layers, with what the replay says of them and how far from the best
+    they may be."""
 
     choices: dict[str, Choices]
+    outside: Choices
     memory: MemoryPlan
     timing: Timing
     gap: float
 
 
 class CacheSearch:
-    """One search over a program."""
+    """One search over a program. problems: of its templates, then of the graph around the layers."""
 
     def __init__(self, program: JointProgram, plan: CachePlan, predict: Predict, device: Hardware) -> None:
         self._program, self._plan, self._predict, self._device = program, plan, predict, device
         self._templates = list(program.templates.values())
-        self._outer = partition(program.outer)
-        for graph in (self._outer.forward, self._outer.backward):
-            lower(graph)
         self._clock = Clock(device)
         self._parts: dict[tuple[str, Choices], Partitioned] = {}
+        joints = {template.name: program.joints[template.unit.name] for template in self._templates}
         self.problems = [
-            layer_problem(program.joints[t.unit.name], len(t.calls), device, t.changing) for t in self._templates
+            *(layer_problem(joints[t.name], len(t.calls), device, t.changing) for t in self._templates),
+            outer_problem(program.outer, {name: inputs_kept(joint) for name, joint in joints.items()}, device),
         ]
         self._ways = [first_ways(problem) for problem in self.problems]
 
@@ -77,7 +80,9 @@ class CacheSearch:
         everything, _ = self._replay(self._all_kept(), 0.0)
         if everything.memory.peak <= hbm:
             return everything
-        resorts = [self._replay(self._least(host), 0.0), self._replay(self._least(0), 0.0)]
+        least = self._least(host)
+        outside_kept = replace(least, ways=(*least.ways[:-1], self._all_kept().ways[-1]))
+        resorts = [self._replay(solution, 0.0) for solution in (least, outside_kept, self._least(0))]
         best, kept = min(resorts, key=lambda pair: pair[0].memory.peak)
         if best.memory.peak > hbm:
             raise self._too_little(best.memory, hbm, host)
@@ -154,20 +159,22 @@ class CacheSearch:
 
     def _plain_seconds(self) -> tuple[float, float]:
         """Forward and backward with everything kept."""
-        timing = self._timing({call.path: Choices() for t in self._templates for call in t.calls})[2]
+        timing = self._timing({call.path: Choices() for t in self._templates for call in t.calls}, Choices())[2]
         return timing.forward, timing.compute - timing.forward
 
-    def replay(self, choices: dict[str, Choices], bound: float) -> Found:
+    def replay(self, choices: dict[str, Choices], outside: Choices, bound: float) -> Found:
         """What choices take. bound: seconds that no choice can be faster than, 0 where that is not known."""
-        parts, outer, timing = self._timing(choices)
+        parts, outer, timing = self._timing(choices, outside)
         memory = self._predict(parts, outer, timing.schedule)
-        return Found(choices, memory, timing, max(0.0, timing.total / bound - 1) if bound else 0.0)
+        return Found(choices, outside, memory, timing, max(0.0, timing.total / bound - 1) if bound else 0.0)
 
     def _replay(self, solution: Solution, bound: float) -> tuple[Found, int]:
         """What a solution takes, and the bytes that its layers keep."""
-        return self.replay(dict(self._assigned(solution)), bound), _kept(solution)
+        ((way, _),) = solution.ways[-1]
+        outside = choices_of(self.problems[-1], way)
+        return self.replay(dict(self._assigned(solution)), outside, bound), _kept(solution)
 
-    def _timing(self, choices: Mapping[str, Choices]) -> tuple[Parts, Partitioned, Timing]:
+    def _timing(self, choices: Mapping[str, Choices], outside: Choices) -> tuple[Parts, Partitioned, Timing]:
         names: dict[tuple[str, Choices], str] = {}
         parts: dict[str, tuple[Template, Partitioned]] = {}
         of_path: dict[str, str] = {}
@@ -177,26 +184,28 @@ class CacheSearch:
                 if key not in names:
                     names[key] = f"{template.name} {len(names)}"
                     own = [other for other in template.calls if choices[other.path] == key[1]]
-                    parts[names[key]] = (replace(template, calls=own), self._partitioned(template, key[1]))
+                    joint = self._program.joints[template.unit.name]
+                    layer = self._partitioned(template.name, joint, key[1], template.changing)
+                    parts[names[key]] = (replace(template, calls=own), layer)
                 of_path[call.path] = names[key]
-        for graph in (self._outer.forward, self._outer.backward):
+        outer = self._partitioned(OUTER, self._program.outer, outside)
+        for graph in (outer.forward, outer.backward):
             for node in graph.nodes:
                 if node.target in _REGIONS:
                     node.args = (of_path[str(node.args[1])], *node.args[1:])
-        timing = cache_timing({name: layer for name, (_, layer) in parts.items()}, self._outer, self._clock)
-        return parts, self._outer, timing
+        timing = cache_timing({name: layer for name, (_, layer) in parts.items()}, outer, self._clock)
+        return parts, outer, timing
 
-    def _partitioned(self, template: Template, choices: Choices) -> Partitioned:
-        key = (template.name, choices)
+    def _partitioned(self, name: str, joint: Joint, choices: Choices, changing: Collection[str] = ()) -> Partitioned:
+        key = (name, choices)
         if key not in self._parts:
-            joint = self._program.joints[template.unit.name]
-            self._parts[key] = partition(joint, choices, changing=template.changing)
+            self._parts[key] = partition(joint, choices, changing=changing)
             for graph in (self._parts[key].forward, self._parts[key].backward):
                 lower(graph)
         return self._parts[key]
 
     def _assigned(self, solution: Solution) -> Iterator[tuple[str, Choices]]:
-        for template, problem, ways in zip(self._templates, self.problems, solution.ways, strict=True):
+        for template, problem, ways in zip(self._templates, self.problems, solution.ways, strict=False):
             ordered = sorted(ways, key=lambda pair: (-pair[0].offloaded, pair[0].kept))
             flat = [way for way, count in ordered for _ in range(count)]
             for call, way in zip(template.calls, flat, strict=True):

@@ -13,6 +13,7 @@ from collections import Counter
 from typing import ClassVar
 
 from moec.compiler.cache_choices import choices_by_rules, split_templates
+from moec.compiler.graph import OUTER
 from moec.compiler.op_times import device_of_plan
 from moec.compiler.pass_manager import Change, PassContext, Report
 from moec.compiler.placement import JointProgram, PlacementPass
@@ -32,15 +33,19 @@ class PlaceCache(PlacementPass):
         if context.plan.cache.policy == "auto":
             search = CacheSearch(program, context.plan.cache, context.facts["predict"], device_of_plan(context.plan))
             found = search.run()
-            program.choices = split_templates(program, found.choices)
+            by_layer, outside = found.choices, found.outside
             report.matches.append(Change("", _found_text(found)))
         else:
-            program.choices = split_templates(program, choices_by_rules(program, context.plan.cache.rules))
+            cache = context.plan.cache
+            by_layer, outside = choices_by_rules(program, cache.rules, layers_only=cache.policy == "recompute")
+        program.choices = {**split_templates(program, by_layer), OUTER: outside}
         for name, choices in program.choices.items():
             counts = Counter(choice.decision for _, choice in choices.by_name)
             if counts:
                 text = ", ".join(f"{decision} {count} values" for decision, count in counts.items())
-                report.matches.append(Change(name, f"{text} of each of {len(program.templates[name].calls)} layers"))
+                layers = 0 if name == OUTER else len(program.templates[name].calls)
+                where = f"of each of {layers} layers" if layers else "outside of layers"
+                report.matches.append(Change(name, f"{text} {where}"))
         return report
 
 

@@ -87,6 +87,6 @@ def test_c06_the_outer_graph_names_embedding_layers_and_head() -> None:
 def test_c06_a_rule_that_matches_no_module_lists_the_nearest(pattern: str, nearest: str) -> None:
     with pytest.raises(PlanError) as caught:
         build(seeded(Language, Layer(), Layer()), Plan(batch=2, length=6, cache=recomputed(pattern)))
-    assert f"the rule to recompute {pattern!r} covers no value of a layer" in caught.value.what
+    assert f"the rule to recompute {pattern!r} covers no value" in caught.value.what
     assert nearest in caught.value.hint
     assert caught.value.where == "plan.cache.policy"
