@@ -48,6 +48,7 @@ def call_of(op: Any, arguments: list[Any], results: Any) -> fx.Node:
         {"norm": False},
         {"scalar": True},
         {"width": 256, "state": True},
+        {"taps": 6},
     ],
 )
 def test_the_rule_counts_what_is_allocated(
