@@ -15,7 +15,9 @@ import torch
 from torch import fx
 
 import moec.compiler.dialect  # noqa: F401  (registers torch.ops.moec)
-from moec.compiler.expression import Expression, Term, call, power, variable, where
+from moec.compiler.expression import Expression
+from moec.compiler.expression_ops import call, power, where
+from moec.compiler.expression_terms import Term, variable
 from moec.compiler.graph import tensor_meta
 from moec.compiler.nodes import CASTS, COPIES, aten, bound_args, describe, source_of
 from moec.passes.parts import Part, part_of

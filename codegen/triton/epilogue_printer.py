@@ -1,6 +1,6 @@
 """Pointwise expressions as Triton source: the forward and the backward lines of an `Epilogue`.
 
-1. The derivative follows from the rules of `compiler/expression.py`, and both are written in ops without expansion.
+1. The derivative follows from the rules of `compiler/expression_ops.py`, and both are written in ops without expansion.
 2. `FORMS` rewrites what Triton has not, or what would lose digits: tanh near 0, log1p, expm1, softplus.
 3. Each op is a row of `TEXTS`. A value that is used once stands inside of what uses it, another gets a line.
 
@@ -15,7 +15,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from moec.codegen.triton.epilogue import Epilogue
-from moec.compiler.expression import GRAD, OPS, Expression, Term, call, number, ordered, parse, where
+from moec.compiler.expression import Expression, parse
+from moec.compiler.expression_derivative import GRAD
+from moec.compiler.expression_ops import OPS, call, where
+from moec.compiler.expression_terms import Term, number, ordered
 
 RESULT = "result"
 _WIDTH = 100

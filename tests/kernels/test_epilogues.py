@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from moec.codegen.triton.epilogue_printer import FORMS, TEXTS, epilogue_of
-from moec.compiler.expression import OPS, parse
+from moec.compiler.expression import parse
+from moec.compiler.expression_ops import OPS
 
 from .epilogue_cases import CASES, excess, values
 
