@@ -150,7 +150,7 @@ def _forward_arguments(definition: Any, node: fx.Node) -> dict[str, Any]:
     gradients = {name: value for name, value in zip(names, found, strict=False) if nbytes(value)}
     arguments = dict(zip((argument.name for argument in schema.arguments), bound_args(node), strict=True))
     flags = arguments.get(NEEDED) or [True] * len(names)
-    needs = {f"need_{name}": int(flag) for name, flag in zip(names, flags, strict=True)}
+    needs = {f"need_{name}": int(flag and name in gradients) for name, flag in zip(names, flags, strict=True)}
     given = gradients | {name: value for name, value in arguments.items() if value is not None}
     wanted = {argument.name for argument in definition.op._schema.arguments} | set(definition.shapes)
     return {name: _values(value) for name, value in given.items() if name in wanted} | needs

@@ -48,7 +48,7 @@ def _ask(node: fx.Node, definition: Definition) -> int:
     ]
     if list(before) == after:
         return 0
-    made = {name for name, flag in zip(gradients, after, strict=True) if flag}
+    made = {name for name, flag in zip(gradients, after, strict=True) if flag and name not in absent}
     unread = {name for name, readers in definition.only_for.items() if not made & set(readers)}
     node.args = (*(None if name in unread else value for name, value in arguments.items()), after)
     node.kwargs = {}

@@ -91,12 +91,15 @@ def inverse(order: Tensor) -> Tensor:
     return torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
 
 
-def spread(x: Tensor, position: Tensor, choices: int, launch: Launch = LAUNCH) -> Tensor:
-    """rows[position[n*k+j]] = x[n]: x [N,D] -> [S,D]."""
+def spread(x: Tensor, position: Tensor, choices: int, weights: Tensor | None = None, launch: Launch = LAUNCH) -> Tensor:
+    """rows[position[n*k+j]] = x[n], times weights[n,j] if there are any: x [N,D] -> [S,D]."""
     x, width = x.contiguous(), x.shape[1]
     rows = x.new_empty(position.numel(), width)
     if rows.numel():
-        spread_rows[(x.shape[0],)](x, position, rows, width, CHOICES=choices, BLOCK=_block(width, launch))
+        spread_rows[(x.shape[0],)](
+            x, position, _or(weights, x), rows, width, CHOICES=choices, WEIGHTED=weights is not None,
+            BLOCK=_block(width, launch),
+        )  # fmt: skip
     return rows
 
 
@@ -113,17 +116,24 @@ def combine(rows: Tensor, position: Tensor, weights: Tensor | None, choices: int
 
 
 def combine_backward(
-    grad_y: Tensor, rows: Tensor, order: Tensor, weights: Tensor, launch: Launch = LAUNCH
+    grad_y: Tensor, rows: Tensor, order: Tensor, weights: Tensor, launch: Launch = LAUNCH, *, keep_rows: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the rows and of the weights of `combine`."""
+    """Gradients of the rows (empty without keep_rows) and of the weights of `combine`."""
     grad_y, rows, weights = grad_y.contiguous(), rows.contiguous(), weights.contiguous()
-    grad_rows, grad_weights = torch.empty_like(rows), torch.empty_like(weights)
+    grad_rows, grad_weights = rows.new_empty(rows.shape if keep_rows else 0), torch.empty_like(weights)
     if rows.numel():
         combine_gradient_rows[(rows.shape[0],)](
-            grad_y, rows, order, weights, grad_rows, grad_weights, rows.shape[1], weights.shape[1],
+            grad_y, rows, order, weights, grad_rows, grad_weights, rows.shape[1], weights.shape[1], KEEP=keep_rows,
             BLOCK=_block(rows.shape[1], launch),
         )  # fmt: skip
     return grad_rows, grad_weights if rows.numel() else grad_weights.zero_()
+
+
+def token_weight_gradient(
+    x: Tensor, grad_rows: Tensor, order: Tensor, weights: Tensor, launch: Launch = LAUNCH
+) -> Tensor:
+    """Gradient of the weights [N,k] of `spread`: x[n] . grad_rows[r] for the row r of each slot."""
+    return combine_backward(x, grad_rows, order, weights, launch, keep_rows=False)[1]
 
 
 def linear(

@@ -48,6 +48,8 @@ def _up(
     order: Tensor | None,
     position: Tensor | None,
     bias: Tensor | None,
+    token_weights: Tensor | None,
+    act_weights: Tensor | None,
     activation: str,
     choices: int,
     interleaved: bool,
@@ -56,12 +58,14 @@ def _up(
     keep_act: bool = True,
 ) -> tuple[Tensor, Tensor]:
     kernels = _kernels()
-    rows = x if position is None else kernels.spread(x, position, choices)
+    rows = x if position is None else kernels.spread(x, position, choices, token_weights)
     if not keep_act:
         pre = kernels.linear(rows, weight, offsets, bias, transposed=transposed)
         return pre if keep_pre else x.new_empty(0), x.new_empty(0)
-    layout = {"transposed": transposed, "interleaved": interleaved}
-    return kernels.up(rows, weight, offsets, bias, epilogue=epilogue_of(activation), keep_pre=keep_pre, **layout)
+    return kernels.up(
+        rows, weight, offsets, bias, order=order, weights=act_weights, transposed=transposed, interleaved=interleaved,
+        epilogue=epilogue_of(activation), keep_pre=keep_pre,
+    )  # fmt: skip
 
 
 def _up_backward(
@@ -72,24 +76,30 @@ def _up_backward(
     order: Tensor | None,
     position: Tensor | None,
     bias: Tensor | None,
+    token_weights: Tensor | None,
     choices: int,
     transposed: bool,
     needed: Sequence[bool] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    kernels, (of_x, of_weight, of_bias) = _kernels(), asked_for(needed, 3)
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    kernels, (of_x, of_weight, of_bias, of_token_weights) = _kernels(), asked_for(needed, 4)
+    of_token_weights = of_token_weights and token_weights is not None
     grad_x, grad_weight, grad_bias = grad_pre.new_empty(0), weight.new_empty(0), grad_pre.new_empty(0)
+    grad_token_weights = (grad_pre if token_weights is None else token_weights).new_empty(0)
     if of_weight:
         assert x is not None
-        rows = x if position is None else kernels.spread(x, position, choices)
+        rows = x if position is None else kernels.spread(x, position, choices, token_weights)
         grad_weight = kernels.weight_gradient(grad_pre, rows, offsets, transposed=transposed)
         del rows  # before the rows of the other gradient come
-    if of_x:
+    if of_x or of_token_weights:
         grad_x = kernels.linear(grad_pre, weight, offsets, transposed=not transposed)
+        if of_token_weights:
+            assert x is not None
+            grad_token_weights = kernels.token_weight_gradient(x, grad_x, order, token_weights)
         if position is not None:
-            grad_x = kernels.combine(grad_x, position, None, choices)
+            grad_x = kernels.combine(grad_x, position, token_weights, choices) if of_x else grad_pre.new_empty(0)
     if of_bias and bias is not None:
         grad_bias = kernels.bias_gradient(grad_pre, offsets)
-    return grad_x, grad_weight, grad_bias
+    return grad_x, grad_weight, grad_bias, grad_token_weights
 
 
 def _down(
@@ -104,12 +114,13 @@ def _down(
     activation: str,
     interleaved: bool,
     transposed: bool,
+    before: bool = False,
 ) -> Tensor:
     kernels = _kernels()
     rows = kernels.linear(act, weight, offsets, bias, transposed=transposed)
     if position is None or weights is None:
         return rows
-    return kernels.combine(rows, position, weights, weights.shape[1])
+    return kernels.combine(rows, position, None if before else weights, weights.shape[1])
 
 
 def _down_backward(
@@ -124,6 +135,7 @@ def _down_backward(
     activation: str,
     interleaved: bool,
     transposed: bool,
+    before: bool = False,
     needed: Sequence[bool] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     kernels, (of_pre, of_weight, of_bias, of_weights) = _kernels(), asked_for(needed, 4)
@@ -134,8 +146,8 @@ def _down_backward(
     grad_pre, act, grad_weights = nothing, nothing, nothing
     if of_pre or of_weight or of_weights:
         grad_pre, act, grad_weights = kernels.down_backward(
-            rows, weight, offsets, pre, order=order, weights=weights, down_bias=bias, transposed=transposed,
-            interleaved=interleaved, epilogue=epilogue_of(activation), keep_act=of_weight,
+            rows, weight, offsets, pre, order=order, weights=weights, down_bias=None if before else bias,
+            transposed=transposed, interleaved=interleaved, epilogue=epilogue_of(activation), keep_act=of_weight,
         )  # fmt: skip
     if weights is not None and not of_weights:
         grad_weights = weights.new_empty(0)
@@ -144,7 +156,7 @@ def _down_backward(
         grad_weight = kernels.weight_gradient(rows, act, offsets, transposed=transposed)
     grad_bias = nothing
     if of_bias and bias is not None:
-        grad_bias = kernels.bias_gradient(rows, offsets, order=order, weights=weights)
+        grad_bias = kernels.bias_gradient(rows, offsets, order=order, weights=None if before else weights)
     return grad_pre if of_pre else pre.new_empty(0), grad_weight, grad_bias, grad_weights
 
 

@@ -2,7 +2,7 @@
 
 One program does one row of a token or of an expert:
 
-1. `spread_rows`: a token's row, read once, to each of its places.
+1. `spread_rows`: a token's row, read once, to each of its places, weighted or not.
 2. `combine_rows`: a token's rows, weighted or not, summed.
 3. `combine_gradient_rows`: the gradients of that sum: rows, and weights.
 4. `activate_rows`: an activation, of a saved pre-activation.
@@ -18,15 +18,21 @@ import triton.language as tl
 
 
 @triton.jit
-def spread_rows(x, position, rows, width, CHOICES: tl.constexpr, BLOCK: tl.constexpr):
+def spread_rows(
+    x, position, weights, rows, width, CHOICES: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     for first in range(0, width, BLOCK):
         columns = first + tl.arange(0, BLOCK)
         inside = columns < width
         value = tl.load(x + token * width + columns, mask=inside)
         for choice in range(CHOICES):
-            row = tl.load(position + token * CHOICES + choice).to(tl.int64)
-            tl.store(rows + row * width + columns, value, mask=inside)
+            slot = token * CHOICES + choice
+            row = tl.load(position + slot).to(tl.int64)
+            weighted = value
+            if WEIGHTED:
+                weighted = (value.to(tl.float32) * tl.load(weights + slot).to(tl.float32)).to(value.dtype)
+            tl.store(rows + row * width + columns, weighted, mask=inside)
 
 
 @triton.jit
@@ -47,7 +53,9 @@ def combine_rows(rows, position, weights, y, width, CHOICES: tl.constexpr, WEIGH
 
 
 @triton.jit
-def combine_gradient_rows(grad_y, rows, order, weights, grad_rows, grad_weights, width, choices, BLOCK: tl.constexpr):
+def combine_gradient_rows(
+    grad_y, rows, order, weights, grad_rows, grad_weights, width, choices, KEEP: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(order + row)
     token = slot // choices
@@ -58,7 +66,8 @@ def combine_gradient_rows(grad_y, rows, order, weights, grad_rows, grad_weights,
         inside = columns < width
         grad = tl.load(grad_y + token * width + columns, mask=inside, other=0.0).to(tl.float32)
         products += grad * tl.load(rows + row * width + columns, mask=inside, other=0.0).to(tl.float32)
-        tl.store(grad_rows + row * width + columns, (grad * weight).to(grad_rows.dtype.element_ty), mask=inside)
+        if KEEP:
+            tl.store(grad_rows + row * width + columns, (grad * weight).to(grad_rows.dtype.element_ty), mask=inside)
     tl.store(grad_weights + slot, tl.sum(products, 0).to(grad_weights.dtype.element_ty))
 
 

@@ -22,7 +22,7 @@ from moec.compiler.lower import argument_of
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _OPS: Any = torch.ops.moec
 # Arguments that are weights of a token's experts, and may be wider than its row.
-_WEIGHTS = ("weights",)
+_WEIGHTS = ("weights", "token_weights", "act_weights")
 
 
 def reason(op: Any, *arguments: Any) -> str:

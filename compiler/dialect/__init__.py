@@ -15,7 +15,9 @@ from moec.compiler.dialect.exchange import (
     local_offsets,
     overflow,
 )
-from moec.compiler.dialect.expert_pipeline import expert_down, expert_slots, expert_up
+from moec.compiler.dialect.expert_down import expert_down
+from moec.compiler.dialect.expert_pipeline import expert_slots
+from moec.compiler.dialect.expert_up import expert_up
 from moec.compiler.dialect.experts import grouped_linear, permute, unpermute
 from moec.compiler.dialect.kda import kda
 from moec.compiler.dialect.kda_state import kda_with_state

@@ -37,18 +37,28 @@ def operands(
     return [normal(rows, D), *matrices, *biases]
 
 
-def layer(inputs: Sequence[Tensor], weights: Tensor, indices: Tensor, activation: str, **layout: bool) -> Tensor:
+WEIGHED = ("after", "before", "tokens")
+"""Where router weights act: on the sum, before the second matrix, on the tokens."""
+
+
+def layer(
+    inputs: Sequence[Tensor], weights: Tensor, indices: Tensor, activation: str, weigh: str = "after", **layout: bool
+) -> Tensor:
     """The whole layer in the ops of the pipeline."""
     x, first, second, *biases = inputs
     one, two = biases or (None, None)
     experts = first.shape[0]
     order, position, offsets = dialect.expert_slots(indices, experts=experts)
     given: dict[str, Any] = {"activation": activation, "order": order, "position": position, **layout}
-    pre, act = dialect.expert_up(x, first, offsets, one, choices=indices.shape[1], **given)
-    return dialect.expert_down(pre, act, second, offsets, two, weights=weights, **given)
+    up = {"before": {"act_weights": weights}, "tokens": {"token_weights": weights}}.get(weigh, {})
+    pre, act = dialect.expert_up(x, first, offsets, one, choices=indices.shape[1], **up, **given)
+    outer = torch.ones_like(weights) if weigh == "tokens" else weights
+    return dialect.expert_down(pre, act, second, offsets, two, weights=outer, before=weigh == "before", **given)
 
 
-def by_hand(inputs: Sequence[Tensor], weights: Tensor, indices: Tensor, activation: str, **layout: bool) -> Tensor:
+def by_hand(
+    inputs: Sequence[Tensor], weights: Tensor, indices: Tensor, activation: str, weigh: str = "after", **layout: bool
+) -> Tensor:
     """The same, one token and choice after the other."""
     x, first, second, *biases = inputs
     one, two = biases or (None, None)
@@ -58,10 +68,12 @@ def by_hand(inputs: Sequence[Tensor], weights: Tensor, indices: Tensor, activati
     rows = [0 * (sum(value.sum() for value in inputs) + weights.sum()) + x.new_zeros(D) for _ in range(x.shape[0])]
     for token, chosen in enumerate(indices.tolist()):
         for choice, expert in enumerate(chosen):
-            pre = first[expert] @ x[token] + (0 if one is None else one[expert])
+            weight = {weigh: weights[token, choice]}
+            pre = first[expert] @ (x[token] * weight.get("tokens", 1)) + (0 if one is None else one[expert])
             parts = [pre[i::count] for i in range(count)] if layout.get("interleaved") else pre.chunk(count)
-            y = second[expert] @ parse(activation)(*parts)[0] + (0 if two is None else two[expert])
-            rows[token] = rows[token] + weights[token, choice] * y
+            act = parse(activation)(*parts)[0] * weight.get("before", 1)
+            y = second[expert] @ act + (0 if two is None else two[expert])
+            rows[token] = rows[token] + weight.get("after", 1) * y
     return torch.stack(rows)
 
 
@@ -74,11 +86,12 @@ FORMS = [
 ]
 
 
+@pytest.mark.parametrize("weigh", WEIGHED)
 @pytest.mark.parametrize(("activation", "bias", "transposed", "interleaved"), FORMS)
-def test_a_layer_equals_a_loop(activation: str, bias: bool, transposed: bool, interleaved: bool) -> None:
+def test_a_layer_equals_a_loop(activation: str, bias: bool, transposed: bool, interleaved: bool, weigh: str) -> None:
     indices, weights = choices(N, K, E), torch.rand(N, K, dtype=torch.float64)
     inputs = [*operands(activation, bias, transposed), weights]
-    layout = {"transposed": transposed, "interleaved": interleaved}
+    layout: dict[str, Any] = {"transposed": transposed, "interleaved": interleaved, "weigh": weigh}
     ours = value_and_grads(lambda *given: layer(given[:-1], given[-1], indices, activation, **layout), inputs)
     assert_close(
         ours, value_and_grads(lambda *given: by_hand(given[:-1], given[-1], indices, activation, **layout), inputs)
@@ -137,6 +150,17 @@ def test_poisoned_memory() -> None:
 
 
 @pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("weighed", [False, True])
+def test_contract_of_weights_within_expert_up(weighed: bool, bias: bool) -> None:
+    x, first, _, *biases = (value.requires_grad_() for value in operands(SWIGLU, bias))
+    order, position, offsets = _sorted(True)
+    of_tokens = torch.rand(N, K, dtype=torch.float64).requires_grad_() if weighed else None
+    one = biases[0] if bias else None
+    of_act = torch.rand(N, K, dtype=torch.float64)
+    check_op("expert_up", (x, first, offsets, order, position, one, of_tokens, of_act, SWIGLU, K, False, False))
+
+
+@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("ordered", [False, True])
 def test_contract_of_expert_up(ordered: bool, bias: bool) -> None:
     x, first, _, *biases = (value.requires_grad_() for value in operands(SWIGLU, bias))
@@ -144,21 +168,39 @@ def test_contract_of_expert_up(ordered: bool, bias: bool) -> None:
     rows = x if ordered else normal(N * K, D).requires_grad_()
     check_op(
         "expert_up",
-        (rows, first, offsets, order, position, biases[0] if bias else None, SWIGLU, K if ordered else 0, False, False),
+        (
+            rows,
+            first,
+            offsets,
+            order,
+            position,
+            biases[0] if bias else None,
+            None,
+            None,
+            SWIGLU,
+            K if ordered else 0,
+            False,
+            False,
+        ),
     )
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("ordered", [False, True])
-def test_contract_of_expert_down(ordered: bool, bias: bool) -> None:
+@pytest.mark.parametrize(("ordered", "before"), [(False, False), (True, False), (True, True)])
+def test_contract_of_expert_down(ordered: bool, before: bool, bias: bool) -> None:
     """act is what expert_up makes of pre, so a finite difference has to move both."""
     _, _, second, *biases = (value.requires_grad_() for value in operands(CLAMPED, bias))
     order, position, offsets = _sorted(ordered)
     weights = torch.rand(N, K, dtype=torch.float64).requires_grad_() if ordered else None
     pre = normal(N * K, 2 * I, seed=5).requires_grad_()
     rest = (offsets, order, position, biases[1] if bias else None)
-    options = (CLAMPED, True, False)
-    act = parse(CLAMPED)(*pre.detach().unflatten(1, (-1, 2)).unbind(2))[0]
+    options = (CLAMPED, True, False, before)
+
+    def activated(pre: Tensor, weights: Tensor | None) -> Tensor:
+        act = parse(CLAMPED)(*pre.detach().unflatten(1, (-1, 2)).unbind(2))[0]
+        return act * weights.detach().flatten()[order].unsqueeze(1) if before and weights is not None else act
+
+    act = activated(pre, weights)
     args = (pre, act, second, *rest, weights, *options)
     definition = DEFINITIONS["expert_down"]
     assert definition.backward is not None
@@ -169,8 +211,7 @@ def test_contract_of_expert_down(ordered: bool, bias: bool) -> None:
     check_layouts(definition.op, args)
 
     def both(pre: Tensor, *given: Any) -> Tensor:
-        act = parse(CLAMPED)(*pre.detach().unflatten(1, (-1, 2)).unbind(2))[0]
-        return definition.op(pre, act, *given)
+        return definition.op(pre, activated(pre, given[len(rest) + 1]), *given)
 
     check_gradients(both, (pre, second, *rest, weights, *options))
     assert definition.flops_of(args, {}) > 0
@@ -217,7 +258,7 @@ def test_a_frozen_expert_makes_no_gradient_and_keeps_no_rows() -> None:
 def test_results_that_are_not_asked_for_are_empty() -> None:
     x, first, _ = operands(SWIGLU)
     order, position, offsets = _sorted(True)
-    args = (x, first, offsets, order, position, None, SWIGLU, K, False, False)
+    args = (x, first, offsets, order, position, None, None, None, SWIGLU, K, False, False)
     pre, act = torch.ops.moec.expert_up(*args)
     for keep in ((True, False), (False, True)):
         found = torch.ops.moec.expert_up(*args, *keep)
@@ -234,6 +275,8 @@ def test_what_does_not_fit_is_refused() -> None:
         dialect.expert_up(normal(8, D), first, ends([2, 2, 2, 2]), activation=SWIGLU)
     with pytest.raises(ValueError, match="no expression"):
         dialect.expert_up(normal(8, D), first, ends([2, 2, 2, 2]), activation="x: tan(x)")
+    with pytest.raises(ValueError, match="need the order of the rows"):
+        dialect.expert_up(normal(8, D), first, ends([2, 2, 2, 2]), activation=RELU2, act_weights=torch.rand(4, 2))
     with pytest.raises(IndexError, match="expert_slots: expert index 4"):
         dialect.expert_slots(torch.tensor([[4]]), experts=4)
 
@@ -247,7 +290,7 @@ def test_contract_of_expert_slots(shape: tuple[int, int]) -> None:
 def test_costs() -> None:
     order, position, offsets = _sorted(True)
     x, first, second = operands(SWIGLU)
-    args = (x, first, offsets, order, position, None, SWIGLU, K, False, False)
+    args = (x, first, offsets, order, position, None, None, None, SWIGLU, K, False, False)
     assert DEFINITIONS["expert_up"].flops_of(args, {}) == 2 * N * K * D * 2 * I
     assert DEFINITIONS["expert_up"].backward_flops_of(args, {}) == 4 * N * K * D * 2 * I
     down = (None, normal(N * K, I), second, offsets, order, position, None, torch.rand(N, K), SWIGLU, False, False)

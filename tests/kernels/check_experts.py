@@ -32,7 +32,7 @@ def ours(case: Case, given: Operands, launch: Launch) -> tuple[Tensor, dict[str,
     turned = {"transposed": not case.transposed, "launch": launch}
     choices = case.choices
 
-    rows = kernels.spread(given.x, position, choices, launch)
+    rows = kernels.spread(given.x, position, choices, launch=launch)
     pre, act = kernels.up(rows, given.up, offsets, given.up_bias, transposed=case.transposed, **before, **form)
     assert distance(kernels.activate(pre, **before, **form), act) <= BOUNDS[act.dtype] / 10
     nothing, again = kernels.up(
@@ -43,7 +43,7 @@ def ours(case: Case, given: Operands, launch: Launch) -> tuple[Tensor, dict[str,
     results = kernels.linear(act, given.down, offsets, given.down_bias, **plain)
     y = kernels.combine(results, position, None if case.before else given.weights, choices, launch)
 
-    grad_rows = kernels.spread(given.grad, position, choices, launch)
+    grad_rows = kernels.spread(given.grad, position, choices, launch=launch)
     grad_pre, weighted, grad_weights = kernels.down_backward(
         grad_rows, given.down, offsets, pre, transposed=case.transposed,
         down_bias=None if case.before else given.down_bias, **router, **form,

@@ -159,7 +159,7 @@ def test_frozen_experts_make_no_gradient_and_keep_nothing_for_it() -> None:
     }
     ((up,), (down,)) = calls.values()
     assert up.args[1] is None, "the tokens, which only the gradient of the weight reads"
-    assert [list(node.args[-1]) for node in (up, down)] == [[True, False, True], [True, False, True, True]]  # type: ignore[arg-type]
+    assert [list(node.args[-1]) for node in (up, down)] == [[True, False, True, True], [True, False, True, True]]  # type: ignore[arg-type]
     assert [nbytes(node.meta["val"][1]) for node in (up, down)] == [0, 0]
     latent = next(node for node in trained.parts.saved if node.name not in {n.name for n in frozen.parts.saved})
     assert latent.name == calls_x(trained)
