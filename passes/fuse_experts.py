@@ -9,6 +9,8 @@
 2. Where the rows are those of a `permute` and nothing else takes them, `expert_up` gathers them, and of the permute
    the sort is left. Otherwise, as between ranks, it takes the rows as they come.
 3. Where the result goes to the `unpermute` of that permute alone, `expert_down` sums the rows. Otherwise it gives rows.
+4. Router weights of the rows (`row_weights.py`) may stand before the second product, and their sum then has weights 1;
+   or at the tokens, before the first one. Both become arguments of the ops, whose kernels multiply on the way.
 
 The pass is for CUDA devices, where there are kernels of these forms. On others the references would do what those of
 the ops before do, and the program would be harder to read for nothing; there it runs where `plan.enable` names it. It
@@ -28,9 +30,10 @@ import moec.compiler.dialect  # noqa: F401  (registers torch.ops.moec)
 from moec.compiler.graph import Unit, tensor_meta
 from moec.compiler.nodes import CASTS, bound_args, describe, source_of, used_outside
 from moec.compiler.pass_manager import Pass, PassContext, Report
-from moec.passes.expert_regions import result_of
+from moec.passes.expert_regions import result_of, same_size
 from moec.passes.pointwise import Pointwise, read_pointwise
 from moec.passes.rewrite import Refused, Rewriter, erase_dead
+from moec.passes.row_weights import RowWeights, are_ones, read_row_weights
 
 _OPS = torch.ops.moec
 _LINEAR = _OPS.grouped_linear.default
@@ -70,7 +73,10 @@ class FuseExperts(Pass):
 
 @dataclass(frozen=True)
 class _Layer:
-    """What becomes one layer. rows: what the first product takes. permute, end: None where rows come or go."""
+    """What becomes one layer. rows: what the first product takes. permute, end: None where rows come or go.
+
+    on_act, on_tokens: weights of the activated rows, and of the gathered ones.
+    """
 
     up: fx.Node
     middle: Pointwise
@@ -78,6 +84,8 @@ class _Layer:
     rows: fx.Node
     permute: fx.Node | None
     end: fx.Node | None
+    on_act: RowWeights | None
+    on_tokens: RowWeights | None
 
 
 def _on(node: fx.Node, device: str) -> bool:
@@ -102,19 +110,57 @@ def _has_product_above(down: fx.Node) -> bool:
 def _find(down: fx.Node) -> _Layer:
     """The layer whose second product this is; raises Refused."""
     x, _, offsets, *_ = bound_args(down)
-    middle = read_pointwise(x, {_LINEAR})
-    up = middle.product
+    on_act = read_row_weights(x)
+    middle = read_pointwise(x if on_act is None else on_act.rows, {_LINEAR})
+    up, inner = middle.product, (*middle.inner, *(on_act.inner if on_act else ()))
     if bound_args(up)[2] is not offsets:
         raise Refused(f"{describe(up)} has other groups than {describe(down)}")
-    used = used_outside([up, *middle.inner], {down, *middle.inner})
+    used = used_outside([up, *inner], {down, *inner})
     if used is not None:
         raise Refused(f"{describe(used)} is used outside of the layer too")
     before, after = tensor_meta(up), tensor_meta(x)
     if before is None or after is None or before.dtype != after.dtype:
         raise Refused(f"the activation turns {describe(up)} into another dtype")
     rows: fx.Node = bound_args(up)[0]
-    permute = _gathered(rows, offsets)
-    return _Layer(up, middle, down, rows, permute, _summed(down, permute))
+    on_tokens = _weights_of_tokens(rows, offsets, up)
+    permute = _gathered(rows if on_tokens is None else on_tokens.rows, offsets)
+    layer = _Layer(up, middle, down, rows, permute, _summed(down, permute), on_act, on_tokens)
+    _check_weights(layer)
+    return layer
+
+
+def _weights_of_tokens(rows: fx.Node, offsets: fx.Node, up: fx.Node) -> RowWeights | None:
+    """The weights of gathered rows; None as well where something else takes those: they are made, and come as rows."""
+    found = read_row_weights(rows)
+    permute = None if found is None else _gathered(found.rows, offsets)
+    if found is None or permute is None or used_outside(found.inner, {up, *found.inner}) is not None:
+        return None
+    return None if _misplaced(found, permute, up) else found
+
+
+def _check_weights(layer: _Layer) -> None:
+    """Raise Refused for weights of the activated rows that `expert_up` cannot apply."""
+    if layer.on_act is None:
+        return
+    what = f"the weights in {describe(layer.on_act.inner[-1])}"
+    if layer.permute is None or layer.end is None:
+        raise Refused(f"{what} need the rows of a permute, and their sum")
+    reason = _misplaced(layer.on_act, layer.permute, layer.up)
+    if reason:
+        raise Refused(f"{what} {reason}")
+    outer = layer.end.args[2]
+    if not isinstance(outer, fx.Node) or not are_ones(outer):
+        raise Refused(f"{what} are not the only ones: {describe(layer.end)} has others")
+
+
+def _misplaced(found: RowWeights, permute: fx.Node, up: fx.Node) -> str:
+    """Why weights are not those of the permute's slots, or come too late; '' when they fit."""
+    indices, weights = tensor_meta(permute.args[1]), tensor_meta(found.weights)  # type: ignore[arg-type]
+    if found.order is not result_of(permute, 1):
+        return "are in another order than the rows"
+    if indices is None or weights is None or not all(map(same_size, indices.shape, weights.shape)):
+        return "are not one for each slot"
+    return "" if found.weights < up else "are computed after the first product"
 
 
 def _gathered(rows: fx.Node, offsets: fx.Node) -> fx.Node | None:
@@ -147,20 +193,22 @@ def _fuse(layer: _Layer) -> fx.Node:
     if layer.permute is not None:
         x, order, position, offsets, choices = _slots(layer, layer.permute)
     activation, interleaved = layer.middle.expression.text, layer.middle.interleaved
+    of_tokens, of_act = (None if found is None else found.weights for found in (layer.on_tokens, layer.on_act))
     begin = Rewriter(graph, [layer.up, *layer.middle.inner], layer.up)
     pre, act = begin.results(
         _OPS.expert_up.default,
-        x, first, offsets, order, position, first_bias, activation, choices, interleaved, first_transposed,
-        count=2,
+        x, first, offsets, order, position, first_bias, of_tokens, of_act, activation, choices, interleaved,
+        first_transposed, count=2,
     )  # fmt: skip
     end = layer.end or layer.down
     finish = Rewriter(graph, [layer.down, end], end)
     arguments: tuple[Any, ...] = (None, None, second_bias, None)
     if layer.end is not None:
-        arguments = (order, position, second_bias, layer.end.args[2])
+        arguments = (order, position, second_bias, layer.end.args[2] if of_act is None else of_act)
     y = finish.call(
-        _OPS.expert_down.default, pre, act, second, offsets, *arguments, activation, interleaved, second_transposed
-    )
+        _OPS.expert_down.default,
+        pre, act, second, offsets, *arguments, activation, interleaved, second_transposed, of_act is not None,
+    )  # fmt: skip
     end.replace_all_uses_with(y)
     erase_dead(graph, [end])
     return y
@@ -182,9 +230,11 @@ def _slots(layer: _Layer, permute: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, 
 
 
 def _text(layer: _Layer) -> str:
-    parts = ["gather"] if layer.permute is not None else []
-    parts += ["up", f"({layer.middle.expression.text})", "down"]
-    return " ".join([*parts, *(["weighted sum"] if layer.end is not None else [])])
+    parts = [] if layer.permute is None else ["gather"] if layer.on_tokens is None else ["weighted gather"]
+    parts += ["up", f"({layer.middle.expression.text})"]
+    parts += ["down"] if layer.on_act is None else ["weighted down"]
+    ends = [] if layer.end is None else ["weighted sum"] if layer.on_act is None else ["sum"]
+    return " ".join([*parts, *ends])
 
 
 _ENDS = {

@@ -8,8 +8,12 @@ import torch
 import triton
 from torch import Tensor
 
+from moec.codegen.triton.route_histogram import route_count, route_threshold
 from moec.codegen.triton.route_kernels import AFTER, SIGMOID, SOFTMAX, route_choose, route_gradient
 from moec.compiler.dialect.route import check
+
+COUNTERS = 8192
+"""Counts that one program holds: bins times experts."""
 
 
 def route(
@@ -57,6 +61,25 @@ def route_backward(
             RENORMALIZE=renormalize, **_constants(experts, indices.shape[1], score, softmax_after_topk),
         )  # fmt: skip
     return grad_logits
+
+
+def route_histogram(logits: Tensor, bias: Tensor, top_k: int, bins: int) -> Tensor:
+    """`moec::route_histogram`, for up to COUNTERS bins."""
+    logits, bias, (tokens, experts) = logits.contiguous(), bias.contiguous(), logits.shape
+    counts = logits.new_empty(experts, bins, dtype=torch.int64)
+    threshold = logits.new_empty(tokens, dtype=torch.float32)
+    block, wide = triton.next_power_of_2(experts), triton.next_power_of_2(bins)
+    members = min(block, COUNTERS // wide)
+    if tokens:
+        rank = min(top_k + 1, experts)
+        route_threshold[(tokens,)](
+            logits, bias, threshold, experts, RANK=rank, BLOCK=block, num_warps=1 if experts <= 1024 else 4
+        )
+    route_count[(triton.cdiv(experts, members),)](
+        logits, bias, threshold, counts, tokens, experts, bins, BLOCK=block, BINS=wide, EXPERTS=members, TOKENS=512,
+        num_warps=8,
+    )  # fmt: skip
+    return counts
 
 
 def _constants(experts: int, top_k: int, score: str, softmax_after_topk: bool) -> dict[str, Any]:

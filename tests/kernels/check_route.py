@@ -18,9 +18,14 @@ FORMS: dict[str, dict[str, Any]] = {
     "softmax": {"score": "softmax", "renormalize": False},
     "softmax, renormalized": {"score": "softmax", "experts": 60},
     "softmax after": {"score": "softmax", "softmax_after_topk": True, "renormalize": False},
+    "many experts": {"score": "sigmoid", "biased": True, "experts": 896, "top_k": 16},
     "one expert": {"score": "sigmoid", "experts": 1, "top_k": 1, "renormalize": False},
     "all experts": {"score": "softmax", "experts": 6, "top_k": 6},
 }
+
+
+COUNTED = ((530, 9, 3, 1000), (37, 1, 1, 1000), (5, 60, 59, 64), (11, 6, 6, 1024), (0, 4, 2, 10), (3, 384, 8, 1000))
+"""Tokens, experts, choices, bins: more than one block, none, and as many choices as experts."""
 
 
 def main(device: str, dtype: torch.dtype) -> None:
@@ -30,7 +35,9 @@ def main(device: str, dtype: torch.dtype) -> None:
     for name, form in FORMS.items():
         for what, error in compare(device, dtype, **form).items():
             assert error <= bound, (name, what, error)
-    print("checked", len(FORMS))
+    for sizes in COUNTED:
+        counts(device, dtype, *sizes)
+    print("checked", len(FORMS) + len(COUNTED))
 
 
 def compare(
@@ -58,6 +65,20 @@ def compare(
         name: float((one.double() - two).norm() / two.norm().clamp_min(1e-30))
         for name, one, two in (("weights", weights, truth), ("gradient", found, wanted))
     }
+
+
+def counts(device: str, dtype: torch.dtype, tokens: int, experts: int, top_k: int, bins: int) -> None:
+    """Every token is counted once for each expert; a rounded score may fall into the bin beside its own."""
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(tokens, experts, generator=generator).to(device, dtype)
+    bias = torch.randn(experts, generator=generator).to(device) / 4
+    found = route_launch.route_histogram(logits, bias, top_k, bins)
+    assert torch.equal(found, route_launch.route_histogram(logits, bias, top_k, bins))
+    wanted = BODIES[torch.ops.moec.route_histogram.default](logits, bias, top_k, bins)
+    assert found.dtype == wanted.dtype
+    assert (found.sum(1) == tokens).all()
+    moved = int((found - wanted).cumsum(1).abs().sum())
+    assert moved <= 2 + tokens * experts // 1000, (tokens, experts, moved)
 
 
 if __name__ == "__main__":

@@ -133,6 +133,15 @@ CASES = {
     "situ, all to one": Case(activation="situ", routing="one", tokens=70),
     "one token": Case(tokens=1, routing="uniform"),
     "more experts than rows": Case(tokens=9, experts=60, choices=4, routing="uniform", interleaved=True),
+    "128 experts, one with 30 times the rows of the others": Case(experts=128, choices=4, width=24, hidden=16),
+    "384 experts": Case(
+        tokens=25, experts=384, choices=8, width=24, hidden=16, routing="uniform", transposed=True, activation="gelu"
+    ),
+    "896 experts, 16 choices": Case(
+        tokens=9, experts=896, choices=16, width=24, hidden=16, routing="uniform", activation="situ", biased=True
+    ),
+    "60 experts, all to one": Case(tokens=33, experts=60, choices=1, routing="one", interleaved=True),
+    "one row": Case(tokens=1, choices=1, routing="uniform", before=True),
     "odd sizes": Case(width=35, hidden=21, interleaved=True, activation="invented"),
 }
 

@@ -24,6 +24,8 @@ MORE = (
     "more experts than rows",
     "odd sizes",
 )
+COUNTS = ("128 experts, one with 30 times the rows of the others", "60 experts, all to one", "one row")
+MANY = ("384 experts", "896 experts, 16 choices")
 # Of the norm: float32 sums in another order; float16 rounds what is kept between two products.
 BOUNDS = {"float32": 2e-6, "float16": 2e-3}
 
@@ -39,6 +41,16 @@ def test_more_forms(name: str) -> None:
 
 
 @pytest.mark.slow
+def test_any_number_of_experts_and_of_rows() -> None:
+    _check("float32", *COUNTS)
+
+
+@pytest.mark.slow
+def test_hundreds_of_experts_are_sorted_and_multiplied() -> None:
+    assert not _run("float32", *MANY)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [QUICK, "weights before, invented", "not gated"])
 def test_float16(name: str) -> None:
     _check("float16", name)
@@ -49,18 +61,20 @@ def test_rows_behind_the_groups_and_bits_wherever_the_experts_are(what: str) -> 
     assert not _run("float32", what)
 
 
-def _check(dtype: str, name: str) -> None:
-    found = _run(dtype, name)
-    assert {"y", "x", "weights", "up", "down"} <= set(found)
-    for what, (error, _) in found.items():
-        assert error <= BOUNDS[dtype], (what, error)
+def _check(dtype: str, *names: str) -> None:
+    cases = _run(dtype, *names)
+    assert set(cases) == set(names)
+    for name, found in cases.items():
+        assert {"y", "x", "weights", "up", "down"} <= set(found)
+        for what, (error, _) in found.items():
+            assert error <= BOUNDS[dtype], (name, what, error)
 
 
-def _run(dtype: str, name: str) -> dict[str, tuple[float, float]]:
+def _run(dtype: str, *names: str) -> dict[str, dict[str, tuple[float, float]]]:
     # Triton reads TRITON_INTERPRET once, when a kernel is defined; other tests need kernels that compile.
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
-    command = [sys.executable, str(ROOT / "tests" / "kernels" / "check_experts.py"), "cpu", dtype, name]
+    command = [sys.executable, str(ROOT / "tests" / "kernels" / "check_experts.py"), "cpu", dtype, *names]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd="/")
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)  # type: ignore[no-any-return]

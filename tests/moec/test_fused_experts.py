@@ -8,10 +8,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import moec
 from moec.codegen.program import Section
+from moec.compiler import dialect
 from moec.compiler.dialect import lookup
 from moec.compiler.dialect.registry import nbytes
 from moec.compiler.errors import PlanError
@@ -23,10 +25,21 @@ from moec.preflight import example_inputs
 from moec.random_batch import random_batches
 from moec.rank_checks import verify_lockstep
 from tests.ranks.models import model_of, needs_transformers, plan_of
-from tests.spine import PLAN, assert_equal_gradients, recomputed, small_k3
+from tests.spine import (
+    PLAN,
+    WIDTH,
+    Language,
+    assert_equal_gradients,
+    batch_for,
+    distance,
+    eager,
+    recomputed,
+    seeded,
+    small_k3,
+)
 
 FUSED = ("fuse_experts",)
-B, T = 2, 16
+B, T, INNER = 2, 16, 12
 WHOLE = Plan(batch=B, length=T, enable=FUSED, check=True)
 K3 = replace(PLAN, enable=FUSED)
 
@@ -67,6 +80,51 @@ def test_a_step_is_the_same_step_again() -> None:
         step = moec.compile(model_of("k3-tiny"), WHOLE)
         gradients.append(step.gradients(next(random_batches(WHOLE, step.vocabulary, 0))))
     assert all(torch.equal(value, gradients[1][name]) for name, value in gradients[0].items())
+
+
+# router weights before the second product, and at the tokens
+
+
+class Weighed(nn.Module):
+    """Top-2 of 4 experts with SwiGLU; `before`: the router's weights on the activated rows, else on the tokens."""
+
+    def __init__(self, before: bool) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 4, bias=False)
+        self.first = nn.Parameter(torch.empty(4, 2 * INNER, WIDTH))
+        self.second = nn.Parameter(torch.empty(4, WIDTH, INNER))
+        self.before = before
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        tokens = hidden.flatten(0, 1)
+        weights, chosen = dialect.route(self.router(tokens), top_k=2, score="sigmoid")
+        rows, order, offsets = dialect.permute(tokens, chosen, experts=4)
+        by_row = weights.flatten()[order].unsqueeze(-1)
+        rows = rows if self.before else rows * by_row
+        gate, up = dialect.grouped_linear(rows, self.first, offsets).chunk(2, dim=-1)
+        act = F.silu(gate) * up * by_row if self.before else F.silu(gate) * up
+        rows = dialect.grouped_linear(act, self.second, offsets)
+        return hidden + dialect.unpermute(rows, order, torch.ones_like(weights)).view_as(hidden)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("before", [False, True])
+def test_router_weights_within_the_experts(before: bool, frozen: bool) -> None:
+    model = seeded(Language, Weighed(before), Weighed(before))
+    for layer in model.layers:
+        layer.first.requires_grad_(not frozen)
+        layer.second.requires_grad_(not frozen)
+    plan = replace(PLAN, enable=FUSED)
+    step, batch = moec.compile(model, plan), batch_for(plan)
+    loss, gradients = eager(model, batch)
+    (text,) = {match.what for _, match in step.log.matches("fuse_experts")}
+    assert text == (f"gather up ({SWIGLU}) weighted down sum" if before else
+                    f"weighted gather up ({SWIGLU}) down weighted sum")  # fmt: skip
+    assert distance(step.loss(batch)["lm_loss"], loss) <= 1e-6
+    found = step.gradients(batch)
+    assert_equal_gradients(found, gradients)
+    assert found["layers.0.router.weight"].any()
+    assert ("layers.0.first" in found) != frozen
 
 
 # memory

@@ -211,9 +211,75 @@ def _product(m: Experts, rows: Tensor, offsets: Tensor) -> Tensor:
     return dialect.grouped_linear(rows, m.first, offsets)
 
 
+def _of_rows(weights: Tensor, order: Tensor) -> Tensor:
+    return weights.flatten()[order].unsqueeze(1)
+
+
 def _weights_before(m: Experts, rows: Tensor, order: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
-    act = swiglu(_product(m, rows, offsets)) * weights.flatten()[order].unsqueeze(1)
+    act = swiglu(_product(m, rows, offsets)) * _of_rows(weights, order)
     return dialect.unpermute(dialect.grouped_linear(act, m.second, offsets), order, torch.ones_like(weights))
+
+
+def _weights_of_tokens(m: Experts, rows: Tensor, order: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
+    """As Llama 4 does it."""
+    selected = weights.reshape(-1).index_select(0, order)
+    return dialect.unpermute(m.experts(selected[:, None] * rows, offsets), order, torch.ones_like(weights))
+
+
+def _weights_of_both(m: Experts, rows: Tensor, order: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
+    return _weights_before(m, rows * _of_rows(weights * 2, order), order, offsets, weights)
+
+
+def _weights_of_tokens_and_sum(m: Experts, rows: Tensor, order: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
+    return dialect.unpermute(m.experts(rows * _of_rows(weights, order), offsets), order, weights)
+
+
+WEIGHED = {
+    "before": (_weights_before, "gather up (gate, up: silu(gate) * up) weighted down sum"),
+    "tokens": (_weights_of_tokens, "weighted gather up (gate, up: silu(gate) * up) down weighted sum"),
+    "both": (_weights_of_both, "weighted gather up (gate, up: silu(gate) * up) weighted down sum"),
+    "tokens and sum": (_weights_of_tokens_and_sum, "weighted gather up (gate, up: silu(gate) * up) down weighted sum"),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHED)
+def test_router_weights_within(name: str) -> None:
+    branch, text = WEIGHED[name]
+    unit, report = fused(Branches(branch), *inputs())
+    assert counts(unit) == FUSED
+    assert what(report) == [text]
+    assert not report.near_misses
+
+
+def _before_cast(m: Experts, rows: Tensor, order: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
+    act = (swiglu(_product(m, rows, offsets)) * _of_rows(weights, order)).to(rows.dtype)
+    return dialect.unpermute(dialect.grouped_linear(act, m.second, offsets), order, torch.ones_like(weights))
+
+
+def _tokens_cast(m: Experts, rows: Tensor, order: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
+    rows = (rows * _of_rows(weights, order)).to(rows.dtype)
+    return dialect.unpermute(m.experts(rows, offsets), order, torch.ones_like(weights))
+
+
+@pytest.mark.parametrize("branch", [_before_cast, _tokens_cast])
+def test_router_weights_within_in_low_precision(branch: Callable[..., Tensor]) -> None:
+    """The weights are float32, so what they multiply is cast back before the next product."""
+    module = Branches(branch).bfloat16()
+    unit, report = check(
+        FuseExperts(), module, *inputs(torch.bfloat16), before=[RecognizeMlp()], bound=2e-2, plan=ANYWHERE
+    )
+    assert counts(unit) == FUSED
+    assert not report.near_misses
+
+
+def test_weighted_tokens_that_something_else_takes_are_rows() -> None:
+    def branch(m: Experts, rows: Tensor, order: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
+        rows = rows * _of_rows(weights, order)
+        return dialect.unpermute(m.experts(rows, offsets) + rows, order, weights)
+
+    unit, report = fused(Branches(branch), *inputs())
+    assert what(report) == ["up (gate, up: silu(gate) * up) down"]
+    assert counts(unit) == {"permute": 1, "expert_up": 1, "expert_down": 1, "unpermute": 1}
 
 
 def _used_twice(m: Experts, rows: Tensor, order: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
@@ -249,8 +315,25 @@ def _two_products(m: Experts, rows: Tensor, order: Tensor, offsets: Tensor, weig
     return dialect.unpermute(dialect.grouped_linear(F.silu(gate) * up, m.second, offsets), order, weights)
 
 
+def _weights_twice(m: Experts, rows: Tensor, order: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
+    act = swiglu(_product(m, rows, offsets)) * _of_rows(weights, order)
+    return dialect.unpermute(dialect.grouped_linear(act, m.second, offsets), order, weights)
+
+
+def _weights_of_other_slots(m: Experts, rows: Tensor, order: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
+    act = swiglu(_product(m, rows, offsets)) * _of_rows(weights, order.flip(0))
+    return dialect.unpermute(dialect.grouped_linear(act, m.second, offsets), order, torch.ones_like(weights))
+
+
+def _weights_of_rows_apart(m: Experts, rows: Tensor, order: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
+    act = swiglu(_product(m, rows, offsets)) * _of_rows(weights, order)
+    return dialect.unpermute(dialect.grouped_linear(act, m.second, offsets) + rows, order, torch.ones_like(weights))
+
+
 NEAR = {
-    "weights before": (_weights_before, "unsqueeze.* is not known to be pointwise"),
+    "weights twice": (_weights_twice, "are not the only ones: unpermute.* has others"),
+    "weights of other slots": (_weights_of_other_slots, "are in another order than the rows"),
+    "weights of rows apart": (_weights_of_rows_apart, "need the rows of a permute, and their sum"),
     "used twice": (_used_twice, "grouped_linear .* is used outside of the layer too"),
     "normed": (_normed, "rms_norm.* is not known to be pointwise"),
     "unknown": (_unknown, "atan.* is not known to be pointwise"),
