@@ -184,18 +184,27 @@ def test_the_peak_with_host_memory_is_as_predicted(policy: str) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_in_lock_step_give_the_same_bits() -> None:
-    mesh = MeshPlan(fsdp=2, ep=2)
-
+@pytest.mark.parametrize(
+    ("mesh", "policies"),
+    [
+        (MeshPlan(fsdp=2, ep=2), ("recompute", POLICIES["offload"], MIXTURE)),
+        (MeshPlan(fsdp=2, gather="keep"), (POLICIES["offload"],)),
+    ],
+    ids=["again", "keep"],
+)
+def test_ranks_in_lock_step_give_the_same_bits(mesh: MeshPlan, policies: tuple[Any, ...]) -> None:
     def losses(policy: Any) -> list[Tensor]:
         plan = dataclasses.replace(with_policy(policy, Plan(batch=1, length=16)), mesh=mesh)
         step = moec.compile(small_k3(), plan)
+        moved = [row.op for rows in step.log.placements.values() for row in rows if row.decision == "offload"]
+        assert bool(moved) == (policy not in ("keep", "recompute"))
+        assert not any(op.startswith("_c10d_functional") for op in moved), "gathered weights are not moved"
         ranks = step.simulate_ranks(2)  # type: ignore[attr-defined]
         both = dataclasses.replace(plan, batch=2)
         return [ranks(batch_for(both, seed=n)).loss for n in range(3)]
 
     kept = losses("keep")
-    for policy in ("recompute", POLICIES["offload"], MIXTURE):
+    for policy in policies:
         assert all(torch.equal(a, b) for a, b in zip(kept, losses(policy), strict=True))
 
 
