@@ -230,6 +230,7 @@ def down_backward(
     gradient of them (empty). keep_act False: no act (empty).
     """
     pre, rows, parts = pre.contiguous(), pre.shape[0], len(epilogue.inputs)
+    weights = None if weights is None else weights.contiguous()
     hidden = pre.shape[1] // parts
     slope = linear(grad_rows, weight, offsets, transposed=not transposed, launch=launch)
     grad_pre, grad_weights = torch.empty_like(pre), pre.new_empty(0) if weights is None else torch.empty_like(weights)

@@ -57,7 +57,7 @@ def layer(run: Run, form: tuple[str, bool, bool, bool, str], ordered: bool) -> l
     order, position, offsets = run(OPS.expert_slots.default, indices, E)
     first, second = matrix(parts * I, D), matrix(D, I)
     one, two = (normal(E, parts * I), normal(E, D)) if bias else (None, None)
-    weights = torch.rand(N, K, generator=generator) if ordered else None
+    weights = torch.rand(K, N, generator=generator).t() if ordered else None  # in any layout
     places = (order, position) if ordered else (None, None)
     x = normal(N if ordered else N * K + 3, D)
     grad_y = normal(x.shape[0], D)

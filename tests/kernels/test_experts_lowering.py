@@ -84,3 +84,12 @@ def test_every_kernel_compiles_for_sm_90_without_spills(tmp_path: Path) -> None:
         assert kernel["from registers"] == 0, (name, kernel)
         assert kernel["shared"] <= 227 * 1024, (name, kernel)
         assert kernel["stack"] == 0, (name, kernel)
+
+
+@pytest.mark.slow
+def test_kernels_over_rows_compile_for_sm_90_without_spills(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    built = compiled_for_sm_90("compile_expert_rows.py", tmp_path)
+    assert len(built) == 8
+    for name, kernel in built.items():
+        assert kernel["stack"] == kernel["atomics"] == 0, (name, kernel)
