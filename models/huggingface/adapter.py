@@ -25,6 +25,7 @@ def is_huggingface(model: nn.Module) -> bool:
 
 def has_huggingface_view(model: nn.Module) -> bool:
     """True for models of the transformers library, also where peft has wrapped one."""
+    check_adapters(model)
     return is_huggingface(causal_model(model))
 
 
@@ -38,7 +39,6 @@ def huggingface_view(model: nn.Module, plan: Plan) -> TrainingView:
     from moec.models.huggingface.packing import packing_refusal
     from moec.models.huggingface.view import HuggingFaceView
 
-    check_adapters(model)
     causal = causal_model(model)
     checks.check_model(causal)
     module = HuggingFaceView(model, plan)

@@ -18,6 +18,9 @@ from torch import Tensor, nn
 from moec.compiler.errors import UnsupportedModelError
 from moec.models.huggingface.swaps import Notes, replaced, summary
 
+_MODULES_ALONE = {"LORA", "IA3"}
+"""Kinds of adapters that are modules of the model and nothing else: all that peft adds runs with them."""
+
 
 def causal_model(model: nn.Module) -> nn.Module:
     """The transformers model inside one that peft has wrapped; any other model as it is."""
@@ -25,14 +28,22 @@ def causal_model(model: nn.Module) -> nn.Module:
 
 
 def check_adapters(model: nn.Module) -> None:
-    """Raise UnsupportedModelError for a wrapped model that trains something beside its modules."""
-    config: Any = model.active_peft_config if _is_wrapped(model) else None
-    if config is not None and config.is_prompt_learning:
+    """Raise UnsupportedModelError for a model in which peft does more than its modules do, or trains nothing."""
+    peft = sys.modules.get("peft")
+    if peft is not None and isinstance(model, peft.PeftMixedModel):
+        raise _refused("adapters of several kinds are mixed", "PeftMixedModel", "use adapters of one kind")
+    for config in _active_configs(model):
+        kind, where = str(config.peft_type.value), f"{type(model).__name__}.peft_config"
+        if kind not in _MODULES_ALONE or getattr(config, "alora_invocation_tokens", None):
+            name = "aLoRA" if kind == "LORA" else kind
+            raise _refused(f"the adapters are of the kind {name}", where, "use LoRA or IA3")
+    merged = [path for path, module in model.named_modules() if _is_merged(module)]
+    if merged:
         raise UnsupportedModelError(
-            f"{type(config).__name__} trains a prompt",
-            where=f"{type(model).__name__}.active_peft_config",
-            why="moec trains the transformers model inside, which does not see it",
-            hint="use adapters that are modules of the model, such as LoRA",
+            f"the adapters of {merged[0]} are merged into its weights",
+            where=merged[0],
+            why="merged adapters do nothing of their own, so nothing would train them",
+            hint="call unmerge_adapter() to train them, or merge_and_unload() to train the model",
         )
 
 
@@ -48,7 +59,7 @@ def plain_adapters(model: nn.Module, notes: Notes) -> Iterator[None]:
 def adapted_weight(wrapper: Any) -> Tensor:
     """The weight with all active adapters of a wrapper, in the weight's dtype."""
     weight: Tensor = wrapper.get_param()
-    if wrapper.disable_adapters or wrapper.merged:
+    if wrapper.disable_adapters:
         return weight
     for adapter in _adapters(wrapper):
         weight = weight + wrapper.get_delta_weight(adapter)
@@ -64,6 +75,19 @@ def _run(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
 def _is_wrapped(model: nn.Module) -> bool:
     peft = sys.modules.get("peft")
     return peft is not None and isinstance(model, peft.PeftModel)
+
+
+def _active_configs(model: Any) -> list[Any]:
+    return [model.peft_config[name] for name in model.active_adapters] if _is_wrapped(model) else []
+
+
+def _refused(what: str, where: str, hint: str) -> UnsupportedModelError:
+    why = "moec runs the transformers model inside, without what peft does around it: a prompt, another loss, offsets"
+    return UnsupportedModelError(what, where=where, why=why, hint=f"{hint}, which are modules of the model")
+
+
+def _is_merged(module: nn.Module) -> bool:
+    return bool(getattr(module, "merged_adapters", ()))
 
 
 def _is_adapted_weight(module: nn.Module) -> bool:

@@ -154,9 +154,29 @@ def test_c33_adapted_experts_are_not_spread_over_ranks() -> None:
         moec.compile(adapted(**EXPERTS), replace(PLAN, batch=1, mesh=MeshPlan(fsdp=2, ep=2)))
 
 
-def test_c33_a_trained_prompt_is_refused() -> None:
-    model = peft.get_peft_model(
-        from_config(CONFIG), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
-    )
-    with pytest.raises(UnsupportedModelError, match=r"PromptTuningConfig trains a prompt(.|\n)*such as LoRA"):
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        (peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2), "PROMPT_TUNING"),
+        (peft.AdaLoraConfig(total_step=10, target_modules=["q_proj"]), "ADALORA"),
+        (peft.LoraConfig(task_type="CAUSAL_LM", alora_invocation_tokens=[5], **ATTENTION), "aLoRA"),
+    ],
+    ids=str,
+)
+def test_c33_adapters_that_are_more_than_modules_are_refused(config: Any, kind: str) -> None:
+    model = peft.get_peft_model(from_config(CONFIG), config)
+    with pytest.raises(UnsupportedModelError, match=rf"of the kind {kind}(.|\n)*use LoRA or IA3"):
+        moec.compile(model.train(), PLAN)
+
+
+def test_c33_mixed_adapters_are_refused() -> None:
+    model = peft.get_peft_model(from_config(CONFIG), peft.LoraConfig(**ATTENTION), mixed=True)
+    with pytest.raises(UnsupportedModelError, match="of several kinds are mixed"):
+        moec.compile(model.train(), PLAN)
+
+
+def test_c33_merged_adapters_are_refused() -> None:
+    model = adapted(**ATTENTION)
+    model.merge_adapter()
+    with pytest.raises(UnsupportedModelError, match=r"q_proj are merged(.|\n)*unmerge_adapter"):
         moec.compile(model.train(), PLAN)
