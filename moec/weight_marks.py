@@ -1,8 +1,8 @@
 """Do the hosts of several ranks hold the same files under the path that a run starts from?
 
 1. Every rank marks each file by its size and a digest. A checkpoint's manifest has them; of a safetensors file the
-   digest is of its header (names, dtypes, shapes, places) and of a sample of its data: a block from the middle of every
-   tensor, or of some that are spread over the file where there are many.
+   digest is of its header (names, dtypes, shapes, places) and of a sample of its data, a block from the middle of every
+   tensor.
 2. One digest of all marks is compared over the ranks, and where that differs, the marks are: then every rank raises the
    same error, which names the first file that differs, and which ranks have which.
 
@@ -23,8 +23,6 @@ from moec.runtime.team import Team
 from moec.runtime.tensor_file import Entry
 from moec.runtime.weight_files import file_entries
 
-TENSORS = 64
-"""Of one file, into which the sample looks."""
 _BLOCK_BYTES = 4096
 
 Marks = Mapping[str, str]
@@ -78,8 +76,7 @@ def _file_digest(entries: Sequence[tuple[str, Entry]]) -> str:
     """Of what the header says of the tensors of one file, and of a sample of their values."""
     entries = sorted(entries, key=lambda pair: (pair[1].begin, pair[0]))
     header = "\n".join(f"{name} {entry.dtype} {entry.shape} {entry.begin}" for name, entry in entries)
-    step = max(1, -(-len(entries) // TENSORS))
-    return _digest([header.encode(), *(_sample(entry) for _, entry in entries[::step])])
+    return _digest([header.encode(), *(_sample(entry) for _, entry in entries)])
 
 
 def _sample(entry: Entry) -> bytes:
