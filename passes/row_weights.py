@@ -33,7 +33,7 @@ class RowWeights:
 def read_row_weights(value: fx.Node) -> RowWeights | None:
     """How `value` [R,D] is made of rows and their weights, None when it is not."""
     inner = []
-    while value.target in CASTS | COPIES:
+    while value.target in CASTS | COPIES and _keeps_values(value):
         inner.append(value)
         value = source_of(value)
     if value.target not in _PRODUCT:
@@ -63,13 +63,13 @@ def _looked_up(factor: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     shape = tensor_meta(factor)
     if shape is None or shape.dim() != 2 or shape.shape[1] != 1:
         return None
-    while factor.target in _WIDENED:
+    while factor.target in _WIDENED and _keeps_values(factor):
         factor = source_of(factor)
     found = _indexed(factor)
     if found is None:
         return None
     flat, order = found
-    while flat.target in CASTS | COPIES:
+    while flat.target in CASTS | COPIES and _keeps_values(flat):
         flat = source_of(flat)
     shape = tensor_meta(flat)
     if flat.target not in RESHAPES or shape is None or shape.dim() != 1:
@@ -77,6 +77,12 @@ def _looked_up(factor: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     weights = source_of(flat)
     before = tensor_meta(weights)
     return (weights, order) if before is not None and before.dim() == 2 else None
+
+
+def _keeps_values(cast: fx.Node) -> bool:
+    """Whether nothing but the precision differs from the source."""
+    metas = (tensor_meta(cast), tensor_meta(source_of(cast)))
+    return all(meta is not None and meta.dtype.is_floating_point for meta in metas)
 
 
 def _indexed(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
