@@ -95,6 +95,6 @@ def _type_error(name: str, value: Any, wanted: str) -> PlanError:
     return PlanError(f"plan field {name} is {value!r}", where=f"plan.{name}", why=f"it must be {wanted}")
 
 
-def require(condition: bool, name: str, found: str, rule: str) -> None:
+def require(condition: bool, name: str, found: str, rule: str, hint: str = "") -> None:
     if not condition:
-        raise PlanError(f"plan field {name} {found}", where=f"plan.{name}", why=rule)
+        raise PlanError(f"plan field {name} {found}", where=f"plan.{name}", why=rule, hint=hint)

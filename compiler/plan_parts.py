@@ -72,7 +72,13 @@ class MeshPlan:
         convert_fields(self, "mesh.")
         require(self.fsdp >= 1, "mesh.fsdp", f"is {self.fsdp}", "there is at least one rank")
         require(self.ep >= 1, "mesh.ep", f"is {self.ep}", "there is at least one rank")
-        require(self.fsdp % self.ep == 0, "mesh.ep", f"is {self.ep}, mesh.fsdp is {self.fsdp}", "ep must divide fsdp")
+        require(
+            self.fsdp % self.ep == 0,
+            "mesh.ep",
+            f"is {self.ep}, mesh.fsdp is {self.fsdp}",
+            "ep must divide fsdp, the number of all ranks",
+            f"start {self.ep} ranks or a multiple (mesh.fsdp; --ranks of moec train and verify sets it)",
+        )
         require(self.prefetch >= 0, "mesh.prefetch", f"is {self.prefetch}", "it is at least 0")
         require(self.capacity >= 0, "mesh.capacity", f"is {self.capacity}", "it is at least 0; 0 takes all rows")
         require(

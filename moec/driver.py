@@ -28,7 +28,7 @@ from moec.compilation import Compilation
 from moec.compiler.autocast import refuse_autocast_around
 from moec.compiler.capture import capture
 from moec.compiler.deferred import make_buffers
-from moec.compiler.errors import LengthError, UnsupportedModelError
+from moec.compiler.errors import LengthError, PlanError, UnsupportedModelError
 from moec.compiler.log import PassLog
 from moec.compiler.placement import PlacementPass
 from moec.compiler.plan import Plan
@@ -63,7 +63,9 @@ def compile(model: nn.Module, plan: Plan | None = None, *, weights: str | Path |
     Raises CaptureError, PlanError, UnsupportedModelError or UnsupportedOpError before anything runs, and
     CheckpointError for weights of another model.
     """
-    plan = plan or Plan()
+    plan = Plan() if plan is None else plan
+    if not isinstance(plan, Plan):
+        raise PlanError(f"the plan is a {type(plan).__name__}", hint="give a moec.Plan, as from moec.Plan.from_dict")
     compilation = build(model, plan)
     folder = Path(tempfile.mkdtemp(prefix="moec-step-"))
     write(compilation, folder)

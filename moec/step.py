@@ -42,6 +42,10 @@ class CompiledStep(TrainStep):
         step.folder, step.log = folder, log
         return step
 
+    def __repr__(self) -> str:
+        size = f"{len(self.state.weights)} weights, {describe(self.artifact)}"
+        return f"<{type(self).__name__} at step {self.state.step}: {size}, in {self.folder}>"
+
     @property
     def source(self) -> str:
         """The text of step.py as it runs."""

@@ -6,7 +6,14 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from moec.compiler.errors import PlanError
+from moec.compiler.errors import BatchError, PlanError
+
+
+def check_rate(lr: object) -> None:
+    """Raise BatchError for a learning rate, given with a batch, that no update can use; None is the schedule's."""
+    number = isinstance(lr, (int, float)) and not isinstance(lr, bool)
+    if lr is not None and not (number and math.isfinite(lr) and lr >= 0):  # type: ignore[arg-type,operator]
+        raise BatchError(f"lr is {lr!r}", hint="give a finite number >= 0, or leave it out for the plan's schedule")
 
 
 @dataclass(frozen=True)

@@ -29,13 +29,13 @@ from moec.runtime.capacity import dropped_rows, refuse_overflow
 from moec.runtime.control import gathered_texts, summed
 from moec.runtime.handshake import agreement, shake_hands
 from moec.runtime.protocol import StepResult
-from moec.runtime.schedule import Schedule
+from moec.runtime.schedule import Schedule, check_rate
 from moec.runtime.state import StepState, scale_dtype
 from moec.runtime.trace import first_non_finite
 from moec.runtime.undo import Before, interrupts_wait
 
 
-@dataclass
+@dataclass(repr=False)
 class TrainStep:
     """`step(batch)` or `step(input_ids, labels)`: forward, backward and update over A microbatches, in place.
 
@@ -69,7 +69,7 @@ class TrainStep:
         document_ids: Tensor | None = None,
         lr: float | None = None,
     ) -> StepResult:
-        """Run one step.
+        """Run one step. lr: its learning rate, at least 0, instead of the schedule's.
 
         A step that raises leaves weights, moments, buffers, random generators and the count of steps as they were, and
         no sums; an interrupt that comes while the weights are updated waits until they are. Raises BatchError and
@@ -81,7 +81,7 @@ class TrainStep:
             batch = {name: value for name, value in given.items() if value is not None}
         refuse_autocast_around("the step", self.program.DEVICE)
         self._meet()
-        checked, valid = self._checked(batch)
+        checked, valid = self._checked(batch, lr)
         if valid == 0:
             warnings.warn("no label of this batch is valid: the loss is 0 and no gradient flows", stacklevel=2)
         rate = self.learning_rate() if lr is None else lr
@@ -150,7 +150,7 @@ class TrainStep:
         microbatches = self._prepared(batch)
         with torch.no_grad(), self._kept():
             for microbatch in microbatches:
-                results, _ = self.program.forward(self.state, microbatch)
+                results = self.program.forward(self.state, microbatch)[0]  # what backward needs goes at once
                 for name, value in results.items():
                     totals[name] = totals[name] + value if name in totals else value
             self._refuse_overflow()
@@ -163,6 +163,7 @@ class TrainStep:
             for microbatch in microbatches:
                 _, saved = self.program.forward(self.state, microbatch)
                 self.program.backward(self.state, saved)
+                del saved
             self._refuse_overflow()
             return dict(self.state.gradients)
 
@@ -196,16 +197,18 @@ class TrainStep:
         shake_hands(agreement(self.plan.to_dict(), text, collectives, self.state), self._world, self.program.DEVICE)
         self._met = True
 
-    def _checked(self, batch: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], int]:
+    def _checked(self, batch: Mapping[str, Tensor], lr: float | None = None) -> tuple[dict[str, Tensor], int]:
         """The batch in its checked form, and the number of valid tokens of all microbatches and ranks.
 
-        A batch that one rank refuses is a BatchError on all, so that none waits for it.
+        A batch or rate that one rank refuses is a BatchError on all, so that none waits for it.
         """
         if self._world == 1:
+            check_rate(lr)
             checked = self._rules.checked(batch)
             return checked, _valid_tokens(checked)
         refusal: BatchError | None = None
         try:
+            check_rate(lr)
             checked = self._rules.checked(batch)
         except BatchError as error:
             refusal, checked = error, {}

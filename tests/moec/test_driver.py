@@ -119,6 +119,11 @@ def test_the_comparison_sees_a_wrong_step(mutant: str, monkeypatch: pytest.Monke
         assert_trains_like_eager(seeded(Language, Layer(), Layer()), RULES)
 
 
+def test_a_plan_of_another_type_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"the plan is a dict(.|\n)*Plan\.from_dict"):
+        moec.compile(seeded(Language), {"batch": 2})  # type: ignore[arg-type]
+
+
 def test_half_precision_weights_have_masters() -> None:
     model = seeded(Language, Layer(), Layer()).to(torch.bfloat16)
     plan = Plan(batch=2, length=6, optimizer=OptimizerPlan(lr=1e-6, schedule="constant"))

@@ -194,6 +194,20 @@ def test_the_layer_of_a_nan_is_looked_for_in_the_same_forward() -> None:
     assert step.state.step == 20 - len(located)
 
 
+@pytest.mark.parametrize("lr", [float("nan"), float("inf"), -1e-3, "x", True], ids=str)
+def test_a_rate_that_no_update_can_use_changes_nothing(step: CompiledStep, lr: Any) -> None:
+    before = everything(step)
+    with pytest.raises(BatchError, match=rf"lr is {lr!r}(.|\n)*finite number >= 0"):
+        step(batch_for(PLAN), lr=lr)
+    assert not differing(before, everything(step))
+
+
+def test_a_step_prints_as_one_line(step: CompiledStep) -> None:
+    text = repr(step)
+    assert "CompiledStep at step 1" in text
+    assert len(text) < 300
+
+
 def _fails_in_a_layer(step: CompiledStep, seed: int) -> bool:
     torch.manual_seed(seed)
     for buffer in step.state.buffers.values():
