@@ -233,7 +233,7 @@ def train(
     steps: StepsOption,
     out: OutOption,
     resume: ResumeOption = False,
-    checkpoint_every: EveryOption = 0,
+    checkpoint_every: EveryOption = 100,
     tokenizer: TokenizerOption = None,
     pattern: PatternOption = [],  # noqa: B006
     tensorboard: BoardOption = False,
@@ -287,7 +287,7 @@ def run(
     out: OutOption,
     weights: Annotated[Path | None, typer.Option(help="safetensors file; by default the artefact's own.")] = None,
     resume: ResumeOption = False,
-    checkpoint_every: EveryOption = 0,
+    checkpoint_every: EveryOption = 100,
     tokenizer: TokenizerOption = None,
     pattern: PatternOption = [],  # noqa: B006
     tensorboard: BoardOption = False,
