@@ -10,7 +10,9 @@ from tests.dialect.contract import rand
 
 # Ops of the namespace that belong to capture, not to the dialect.
 # Calls of layer templates, and implementations that lowering puts in an op's place.
-STRUCTURAL = {"region", "region_backward", "held", "kda_triton", "kda_triton_backward"}
+STRUCTURAL = {"region", "region_backward", "held"} | {
+    f"{op}_triton{backward}" for op in ("kda", "kda_with_state") for backward in ("", "_backward")
+}
 
 
 def test_every_registered_op_is_in_the_table() -> None:
