@@ -161,7 +161,7 @@ def test_c33_adapted_experts_are_not_spread_over_ranks() -> None:
         (peft.AdaLoraConfig(total_step=10, target_modules=["q_proj"]), "ADALORA"),
         (peft.LoraConfig(task_type="CAUSAL_LM", alora_invocation_tokens=[5], **ATTENTION), "aLoRA"),
     ],
-    ids=str,
+    ids=["prompt", "adalora", "alora"],
 )
 def test_c33_adapters_that_are_more_than_modules_are_refused(config: Any, kind: str) -> None:
     model = peft.get_peft_model(from_config(CONFIG), config)
