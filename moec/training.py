@@ -105,6 +105,16 @@ def _check_rows(folder: Path, plan: Plan) -> None:
     )
 
 
+def _another_run(error: ArtifactError, out: Path) -> CheckpointError:
+    """What differs from the run so far, and has to stay."""
+    return CheckpointError(
+        f"the run in {out} is another one: {error.where} differs",
+        where=error.where,
+        why=error.why,
+        hint="resume it with the same model and plan, or train into another folder (--out)",
+    )
+
+
 def _start(model: nn.Module, options: RunOptions, ranks: Ranks, weights: Path | None) -> Path | None:
     """Where the step takes its weights from: the last checkpoint where there is one to resume from, or `weights`."""
     if options.resume:
@@ -127,7 +137,7 @@ def _compiled(model: nn.Module, plan: Plan, options: RunOptions, console: Consol
             return step
         except ArtifactError as error:
             if not may_change(error.where):
-                raise
+                raise _another_run(error, options.out) from error
             console.print(f"compiling again: {error.where} differs, {error.why}", highlight=False, markup=False)
     with console.status("compiling"):
         step = moec.compile(model, plan, weights=start)
@@ -149,7 +159,7 @@ def _compiled_once(
                 return ""
             except ArtifactError as error:
                 if not may_change(error.where):
-                    raise
+                    raise _another_run(error, options.out) from error
                 console.print(f"compiling again: {error.where} differs, {error.why}", highlight=False, markup=False)
         with console.status("compiling"):
             partial = _make_room(folder)

@@ -158,7 +158,8 @@ def test_resuming_with_another_plan_names_the_field(straight: Path, text: Path) 
     assert "as batch=2" in said(result)
     result = train(text, straight, 8, "--resume", "--set", "length=8")
     assert result.exit_code == 2
-    assert "plan.length differs" in said(result)
+    assert "is another one: plan.length differs" in said(result)
+    assert "or train into another folder" in said(result)
     assert (straight / "artifact" / "step.py").read_text() == before
 
 
