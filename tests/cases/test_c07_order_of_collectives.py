@@ -62,6 +62,7 @@ def faults(source: str) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_c07_overlap_changes_neither_order_between_ranks_nor_numbers() -> None:
     losses, gradients = [], []
     for mesh in MESHES:

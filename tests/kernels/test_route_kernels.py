@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 OP = torch.ops.moec.route.default
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("float16", marks=pytest.mark.slow)])
 def test_choices_weights_and_gradients_are_those_of_the_reference(dtype: str) -> None:
     pytest.importorskip("triton")
     _check("cpu", dtype, {"TRITON_INTERPRET": "1"})

@@ -91,6 +91,7 @@ def test_k3_layer_kinds(k3: K3Model) -> None:
     assert [i for i, kind in enumerate(kinds) if kind == "MLA"] == [*range(3, 92, 4), 92]
 
 
+@pytest.mark.slow
 def test_checkpoint_bytes(k3: K3Model) -> None:
     """Experts in MXFP4 (half a byte and one scale per 32), the rest as published, vision in bf16."""
     experts = others = 0

@@ -15,7 +15,7 @@ from moec.rank_checks import REDUCED, joined_batches, joined_plan, verify_lockst
 from tests.moec.small_models import SMALL_K3
 from tests.ranks.models import HUGGINGFACE, MESHES, PRESETS, model_of, needs_transformers, plan_of
 
-QUICK = ((2, 1), (4, 2))
+QUICK = ((4, 2),)
 
 
 def check(name: str, fsdp: int, ep: int, **mesh: object) -> None:
@@ -100,7 +100,11 @@ def test_hugging_face_models_on_ranks(name: str, fsdp: int, ep: int) -> None:
 
 @pytest.mark.parametrize(
     "mesh",
-    [{"gather": "keep"}, {"prefetch": 0}, {"prefetch": 5, "gather": "keep"}],
+    [
+        {"prefetch": 0},
+        pytest.param({"gather": "keep"}, marks=pytest.mark.slow),
+        pytest.param({"prefetch": 5, "gather": "keep"}, marks=pytest.mark.slow),
+    ],
     ids=lambda mesh: " ".join(f"{name}={value}" for name, value in mesh.items()),
 )
 def test_how_weights_are_gathered_changes_no_bit(mesh: dict[str, object]) -> None:
