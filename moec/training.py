@@ -105,14 +105,16 @@ def _check_rows(folder: Path, plan: Plan) -> None:
     )
 
 
-def _another_run(error: ArtifactError, out: Path) -> CheckpointError:
-    """What differs from the run so far, and has to stay."""
-    return CheckpointError(
-        f"the run in {out} is another one: {error.where} differs",
-        where=error.where,
-        why=error.why,
-        hint="resume it with the same model and plan, or train into another folder (--out)",
-    )
+def _say_what_differs(error: ArtifactError, out: Path, console: Console) -> None:
+    """Why the artefact of a resumed run is compiled again; CheckpointError for what has to stay."""
+    if not may_change(error.where):
+        raise CheckpointError(
+            f"the run in {out} is another one: {error.where} differs",
+            where=error.where,
+            why=error.why,
+            hint="resume it with the same model and plan, or train into another folder (--out)",
+        ) from error
+    console.print(f"compiling again: {error.where} differs, {error.why}", highlight=False, markup=False)
 
 
 def _start(model: nn.Module, options: RunOptions, ranks: Ranks, weights: Path | None) -> Path | None:
@@ -136,9 +138,7 @@ def _compiled(model: nn.Module, plan: Plan, options: RunOptions, console: Consol
             write_plan(folder, step.plan)
             return step
         except ArtifactError as error:
-            if not may_change(error.where):
-                raise _another_run(error, options.out) from error
-            console.print(f"compiling again: {error.where} differs, {error.why}", highlight=False, markup=False)
+            _say_what_differs(error, options.out, console)
     with console.status("compiling"):
         step = moec.compile(model, plan, weights=start)
     step.save(_make_room(folder)).rename(folder)
@@ -158,9 +158,7 @@ def _compiled_once(
                 check_fingerprint(folder, plan, model)
                 return ""
             except ArtifactError as error:
-                if not may_change(error.where):
-                    raise _another_run(error, options.out) from error
-                console.print(f"compiling again: {error.where} differs, {error.why}", highlight=False, markup=False)
+                _say_what_differs(error, options.out, console)
         with console.status("compiling"):
             partial = _make_room(folder)
             emit(model, plan, partial)
